@@ -178,7 +178,8 @@ class SharedPage(Struct, eq=False):
 
 
 class Admin(HttpPort):
-    """The admin port, used like any `HttpPort`."""
+    """The admin port. Call `await start()`, then read `port`; `await close()` at the end. `start` raises `OSError` if
+    a port is taken."""
 
     def __init__(
         self,
@@ -340,7 +341,8 @@ class Admin(HttpPort):
         return _one_piece({"segments": [(path.name, path.stat().st_size) for path in self._segments(request)]})
 
     async def _segment(self, request: web.Request) -> web.StreamResponse:
-        """Send a segment of the journal. The operating system copies it to the socket, which delays no other work."""
+        """Send a segment of the journal. The operating system copies the file to the socket, so that a large segment
+        does not delay other work."""
         for path in self._segments(request):
             if path.name == request.match_info["name"]:
                 return web.FileResponse(path)

@@ -3,7 +3,8 @@
 Rules
 * Each tick, one snapshot is made for all viewers and encoded once. Without viewers there is no tick. If snapshots take
   long to make, there are fewer.
-* A slow viewer misses snapshots, but never gets old ones. One that reads nothing for `PATIENCE` s is disconnected.
+* A viewer that reads slowly misses snapshots, but never gets old ones. A viewer that reads nothing for `PATIENCE`
+  seconds is disconnected.
 * There are at most `viewers` viewers at a time; further ones get 503 and the reason.
 * The page loads nothing from other hosts and runs no inline script: its content security policy allows only its own
   files. The dashboard only reads; it cannot change anything.
@@ -239,7 +240,8 @@ def frame(event: str, value: Any) -> bytes:
 
 
 def encode(value: Any) -> bytes:
-    """JSON in one line. Numbers that are not finite become null, and half a surrogate pair (in a model name) `?`."""
+    """JSON in one line. Numbers that are not finite become null. Half of a surrogate pair (in a model name) becomes
+    `?`."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:

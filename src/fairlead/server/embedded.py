@@ -58,7 +58,8 @@ from fairlead.server.supervise import ENDING, ENDS
 
 _PACKAGES = str(Path(fairlead.__file__).parents[1])
 _LARGEST_HEAP = 4 << 30
-#: The program of the small interpreter. Without `ssl`, asyncio does not load OpenSSL, a quarter of its memory.
+#: The program of the small interpreter. Without `ssl`, asyncio does not load OpenSSL, which takes a quarter of its
+#: memory.
 _BECOME = """
 import json, sys
 sys.modules["ssl"] = None
@@ -101,7 +102,8 @@ def serve_embedded(config: Config, file: Path, content: bytes, workers: int = 1)
     for i in range(workers):
         child = os.fork()
         if not child:
-            # In a process session of its own: Ctrl-C must reach only the parent, which ends its children in order.
+            # In a process session of its own, because Ctrl-C must reach only the parent, which ends its children in
+            # order.
             os.setsid()
             tie_to_parent(parent)
             gateway = RunningGateway(plan.admins, plan.directory, i, workers, config.flags, ENDING)
@@ -157,7 +159,8 @@ def check_workers(config: Config, workers: int) -> None:
 
 
 def check_ports(config: Config, workers: int) -> None:
-    """Raises `ConfigError` if a scheduler could not listen. Envoy would take another process there for it."""
+    """Raises `ConfigError` if a scheduler could not listen. Envoy would take another process on its port for the
+    scheduler."""
     ext_proc, admin = config.ext_proc, config.admin
     hosts = {"port": admin.host, "metricsPort": admin.metrics_host or admin.host}
     for (section, field), first in _counted_ports(config).items():
@@ -275,8 +278,9 @@ def gateway_options(config: Config, http2: bool = False) -> Options:
 
 
 def printed_options(config: Config, http2: bool = False) -> Options:
-    """Like `gateway_options`, for an Envoy whose files Fairlead does not update: the present keys are part of the
-    options, and Envoy's environment has the token of model servers. Raises `ConfigError` for unusable files of keys."""
+    """Like `gateway_options`, for an Envoy whose files Fairlead does not update: the present keys and tokens are part
+    of the options, and Envoy's environment has the token of model servers. Raises `ConfigError` if a file of keys
+    cannot be used."""
     keys = config.gateway.keys
     lua = script(read_keys(keys.file), keys.forward) if keys else ""
     variable = UPSTREAM_VARIABLE if config.gateway.upstream_token_file else ""

@@ -15,7 +15,8 @@ def unfinished(path: Path) -> Path:
 
 def write_whole(path: Path, pieces: Iterable[bytes], *, on_disk: bool = True) -> int:
     """Write a new file, readable by its owner only, and replace the old one once it is complete. Returns its size in
-    bytes. `on_disk`: fsync it first, so that it survives a crash. Raises `OSError`; then the old file is unchanged."""
+    bytes. `on_disk`: fsync it before that, so that it survives a crash of the machine. Raises `OSError`; then the old
+    file is unchanged."""
     new, size = unfinished(path), 0
     try:
         with open(os.open(new, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:

@@ -1,4 +1,5 @@
-"""Files that a running scheduler follows: its configuration, the keys of clients, and those for model servers.
+"""Files that are followed while a scheduler runs: its configuration, and the keys that Envoy requires of clients and
+sends to model servers.
 
 Rules
 * `pool.watched_files` detects changes; loading also happens in a thread. The same content again is no change.

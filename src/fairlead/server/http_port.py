@@ -52,7 +52,8 @@ _NO_HOST = re.compile(r"[@/\\?#]")
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Whether a line of aiohttp's server is about an error of ours. Others quote requests, which may hold tokens."""
+    """Whether a line of aiohttp's server is about an error of ours. The others quote the bytes of malformed requests,
+    which may hold a token."""
     return record.exc_info is None or not isinstance(record.exc_info[1], BadHttpMessage)
 
 
@@ -60,7 +61,8 @@ logging.getLogger("aiohttp.server").addFilter(_is_ours)
 
 
 class Tokens:
-    """The tokens in a file. If it is `required` and unreadable or without tokens, making this raises `ConfigError`."""
+    """The tokens in a file. The constructor raises `ConfigError` if the file is `required` and cannot be read or holds
+    no token."""
 
     def __init__(self, file: str, required: bool = True) -> None:
         self._file = Path(file)
@@ -175,7 +177,8 @@ class _Connections:
 
     def __init__(self, runner: web.AppRunner, busy: Busy) -> None:
         self._runner, self._busy = runner, busy
-        # aiohttp forgets the transports of closed connections, which stay open until clients have read everything.
+        # aiohttp forgets the transport of a connection that it closes, but the transport stays open until its client
+        # has read everything.
         self._open: dict[web.RequestHandler, asyncio.Transport] = {}
 
     def admit(self, transport: asyncio.Transport) -> web.RequestHandler | None:

@@ -104,7 +104,8 @@ class Own(Struct, frozen=True, kw_only=True):
 
     settings: ReplicaSettings
     pool: str
-    #: HOST-[MARK]RUN, with one mark for all workers of a gateway: unique among replicas and former runs of this one.
+    #: A name that is unique among all replicas and all former runs of this one: HOST-[MARK]RUN, with the same mark for
+    #: all workers of a gateway.
     origin: str
     facts: Facts
     feed: Callable[[Event], object]
@@ -116,7 +117,8 @@ class Own(Struct, frozen=True, kw_only=True):
 
 
 class Replicas:
-    """The link to the other replicas. Call `await start()`, and `await close()` at the end, on the loop's thread."""
+    """The link to the other replicas. Call `await start()`, and `await close()` at the end. All methods run on the
+    event loop's thread."""
 
     def __init__(self, own: Own) -> None:
         self._settings, self._facts, self.origin = own.settings, own.facts, own.origin
@@ -226,7 +228,8 @@ class Replicas:
         }
 
     async def start(self) -> None:
-        """Connect. Returns once all facts of others are known, the first attempt has failed, or after `JOIN_S`."""
+        """Connect. Returns once the facts of all other replicas are known, when the first attempt has failed, or after
+        `JOIN_S`."""
         raise NotImplementedError
 
     async def _joined(self) -> None:
@@ -271,7 +274,8 @@ class Replicas:
         """Called when there is a replica to ask, or a snapshot to write."""
 
     def _to_ask(self) -> bytes:
-        """The names of replicas to ask for a snapshot now, separated by spaces, and note when to ask them next."""
+        """The names of the replicas to ask for a snapshot now, separated by spaces; empty = none. Sets the times at
+        which they are asked next."""
         now = time.monotonic()
         asked = {name: peer for name, peer in self.peers.items() if 0.0 < peer.ask_at <= now}
         for peer in asked.values():
@@ -283,7 +287,8 @@ class Replicas:
         return b"".join(await in_turns(self._facts.snapshot()))
 
     def _asked(self, name: str, wanted: bytes) -> None:
-        """Handle a request for snapshots from the replica `name`, which asks those in `wanted`, split by spaces."""
+        """Handle a request for snapshots from the replica `name`. `wanted`: the names of the replicas that it asks,
+        separated by spaces."""
         self._meet(name)
         if self.origin.encode() in wanted.split():
             self._owes_snapshot = True

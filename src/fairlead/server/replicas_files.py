@@ -50,7 +50,8 @@ LOOK_S = 0.1
 
 
 class FileReplicas(Replicas):
-    """Shares facts through files. All events must go through `feed`, which first feeds the facts of other replicas."""
+    """Shares facts through files. Events for the pipeline must go through `feed`, which first feeds the facts of other
+    replicas."""
 
     def __init__(self, own: Own) -> None:
         super().__init__(own)

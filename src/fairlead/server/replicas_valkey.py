@@ -8,10 +8,12 @@
 Rules
 * No decision waits for the server. Every few milliseconds this replica's facts are written as one entry, if there are
   any, and the entries of other replicas are read and fed to the pipeline as events. Both happen in one round trip,
-  because each wakes this process. While nothing happens, the read waits at the server. The core defines payloads.
+  because each round trip wakes this process. While nothing happens, the read waits at the server. The core defines the
+  payloads.
 * It is a stream, not pub/sub: a reader that was away for a moment continues where it stopped, and a reader that hangs
   costs the server nothing. The stream keeps a few leases' time; a replica that was away for longer needs snapshots
-  anyway. All replicas use one stream, so one read gets all entries, and our own show the lag by our own clock.
+  anyway. All replicas use one stream, so one read receives from all others, and our own entries that come back show the
+  lag by our own clock.
 * Positions in the stream are times of the server's clock, which may be set. So the stream is trimmed up to a position
   (MINID) that we read long enough ago by our own clock.
 * A full server refuses the entries that would trim the stream, so whoever is refused deletes the stream. The others
@@ -19,7 +21,8 @@ Rules
   notices that, reads on from its own entry, and asks all others for snapshots.
 * A new replica asks all others for a snapshot and reads the stream meanwhile. A replica that finds a gap does the same.
   A snapshot is written after the batches that it includes and before all later ones.
-* A replica that does not renew its lease is lost. All others are lost once the server was away longer than a lease.
+* A replica that does not renew its lease is lost. All other replicas are lost when the server has been away for longer
+  than a lease.
 * While the server is away, full or slow, each replica continues alone. Unsent batches are kept and sent later. A
   snapshot replaces them beyond `MOST_UNSENT` bytes, and also after a lease: then the other replicas have lost this one
   and need a snapshot anyway.
@@ -28,7 +31,8 @@ Rules
 Measured per batch of 1.5 kB, written and read: valkey with libvalkey takes 72-108 µs of CPU; valkey-glide takes
 123-213 µs and twice the memory (50 MB instead of 27); libvalkey under a protocol of our own takes 21-44 µs. There are
 at most 200 batches a second, so the library that supports TLS, users and databases is worth its CPU time. Round trips
-use only its connections: four replicas that write and read every 10 ms take 3 % of a core each instead of 5 %.
+use only its lower layer, the connections: four replicas that write and read every 10 ms take 3 % of a core each instead
+of 5 %.
 """
 
 import asyncio
@@ -292,7 +296,8 @@ class ValkeyReplicas(Replicas):
         for name, lease in there.items():
             peer = self._meet(name)
             if peer is not None:
-                # Otherwise the loss of a last batch would be noticed only at the replica's next batch.
+                # Compare with the number in the lease: otherwise the loss of a last batch would be noticed only at the
+                # replica's next batch.
                 if self._facts.newest(name) < peer.sequence:
                     self._want(name)
                 peer.sequence = int(lease[:_DIGITS]) if lease.isdigit() else 0

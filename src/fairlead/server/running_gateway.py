@@ -1,7 +1,8 @@
 """What a scheduler has to know about the embedded gateway that runs next to it.
 
 The parent passes it to each new scheduler on the command line (`cli.serve`). A new version of Fairlead may be installed
-meanwhile, so a scheduler must understand parents of any version: fields may be added; unknown fields are ignored.
+while a parent runs, so a scheduler must understand parents of any version: fields may be added, and unknown fields are
+ignored.
 """
 
 import signal
@@ -76,7 +77,8 @@ class RunningGateway(Struct, frozen=True):
 
     @property
     def pool_file(self) -> Path | None:
-        """The file with the endpoints that Envoy balances over by itself. Only the first worker writes it."""
+        """The file with the endpoints that Envoy balances over by itself. Only the first worker writes it; `None` = not
+        this scheduler."""
         return Path(self.directory, ENDPOINTS) if self.directory and not self.worker else None
 
     @property

@@ -73,7 +73,8 @@ class ShadowRunner:
         self._failures: dict[str, int] = {}
         self._thread: _Worker | None = None
         self._watch: asyncio.TimerHandle | None = None
-        #: Monotonic seconds when `_look` is due; what the thread did then, and by how much `_look` was late meanwhile.
+        #: Monotonic seconds when `_look` is due; what the thread was doing then, and by how many seconds `_look` was
+        #: late while it did.
         self._due = 0.0
         self._seen: tuple[str, float] | None = None
         self._late = 0.0
@@ -193,7 +194,8 @@ class _Worker(Struct, eq=False):
         self.wanted.set()
 
     def abandon(self) -> None:
-        """End the thread from outside. A policy that computes without end would run as long as the process."""
+        """End the thread from outside. Otherwise a policy that computes without end would run as long as the
+        process."""
         self.stop()
         if self.ident:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(_Abandoned))

@@ -133,7 +133,8 @@ class StateCounts(Struct):
 
 
 class StateFile(Struct, eq=False):
-    """Call `start`, then `joined` for each new endpoint, and `close` at the end, all on the event loop's thread."""
+    """Call `start`, then `joined` for each endpoint that appears, and `close` at the end. All methods run on the event
+    loop's thread."""
 
     #: The file that is written.
     _path: Path
@@ -157,8 +158,9 @@ class StateFile(Struct, eq=False):
     note: str = ""
 
     async def start(self) -> None:
-        """Read the file, and restore the part that all endpoints share. A worker takes the file of the first one, which
-        knows what all have sent, unless its own is newer. Its own may be from an earlier run with more workers."""
+        """Read the file, and restore the part that all endpoints share. A worker takes the file of the first worker,
+        which knows what all workers have sent, unless its own file is newer. Its own may be an old one, from an earlier
+        run with more workers."""
         path, first = self._path, self._path.with_name(self._path.name.partition(WORKER)[0])
         stored = await self._read(path)
         if first != path:

@@ -55,7 +55,8 @@ class SchedulerFailed(FairleadError):
 
 class Ending:
     """Handles signals. The first SIGTERM or Ctrl-C sets `asked` (stop), a second one `at_once` (cut off what still
-    runs). Those in `IGNORED` are only logged. `child`: log nothing of the others, as the parent gets and logs them."""
+    runs). Those in `IGNORED` are only logged. `child`: log nothing of the others, because the parent gets the same
+    signals and logs them."""
 
     def __init__(self, child: bool = False) -> None:
         self._child = child
@@ -216,7 +217,8 @@ class Keeper:
             await asyncio.sleep(pause)
 
     async def end(self, at_once: asyncio.Event) -> None:
-        """Stop the process; kill it after `DRAIN_SECONDS` + `_END_SECONDS`, or `_END_SECONDS` after `at_once`."""
+        """Stop the process. It gets `DRAIN_SECONDS` + `_END_SECONDS`, or `_END_SECONDS` from when `at_once` is set;
+        then it is killed."""
         child = self.child
         if not child.runs:
             return
@@ -270,7 +272,8 @@ class Parent:
             for task in kept:
                 if task.done():
                     task.result()
-            # Clients finish first. Meanwhile the schedulers answer the gateway, and end the wait of queued requests.
+            # Clients finish first. Meanwhile the schedulers still answer the gateway, and end the wait of queued
+            # requests.
             for keeper in self._schedulers:
                 keeper.child.signal(ENDING)
             if started.done():

@@ -10,7 +10,8 @@ Rules
   again, and not before a pause of `PAUSE` seconds. The pause doubles if no question was answered since the last pause.
   After a pause one failed question makes it `down` again.
 * The state is polled every `POLL` seconds; after failures less and less often, up to `POLL_MOST`, with jitter.
-* At most `MOST_ASKED` questions are open, each on a connection of its own, which is kept. Others are not sent.
+* At most `MOST_ASKED` questions are open, each on a connection of its own, which is kept open. Further questions are
+  not sent.
 * Redirects are not followed, proxies from the environment are not used, and answers that are too large are failures.
 """
 

@@ -70,7 +70,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class IndexServer(HttpPort):
-    """The indexer's port, used like any `HttpPort`."""
+    """The indexer's port. Call `await start()`, then read `port`; `await close()` at the end. `start` raises `OSError`
+    if the port is taken."""
 
     def __init__(self, service: IndexService, sources: IndexSources, host: str, port: int) -> None:
         super().__init__(host, port, grace_s=5.0)

@@ -4,7 +4,8 @@ Rules
 * A question never changes the index.
 * Long texts, and prompts with many blocks, are prepared in a thread. The index itself is read on the event loop's
   thread, the only one that changes it.
-* A question names pods by an endpoint's id, the id's part after the last `/`, or its address. The answer repeats it.
+* A question names pods by an endpoint's id, the part of the id after the last `/`, or its address. The answer uses the
+  names from the question.
 """
 
 import asyncio
@@ -164,7 +165,8 @@ class IndexService(Struct, eq=False):
 
 
 def _wanted(pods: Sequence[str] | None, endpoints: Sequence[tuple[int, Endpoint]]) -> tuple[dict[str, int], list[str]]:
-    """The slots of the requested endpoints by the question's names, and unknown names. `pods`: `None` = all, by id."""
+    """The slots of the requested endpoints by the names in the question, and the unknown names. `pods`: `None` = all
+    endpoints, by their ids."""
     if pods is None:
         return {endpoint.id: slot for slot, endpoint in endpoints}, []
     known: dict[str, int] = {}

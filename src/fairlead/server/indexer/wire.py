@@ -64,7 +64,8 @@ class PodAnswer(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Answer(Struct, frozen=True, kw_only=True):
-    """`total`: blocks of the prompt. `block_size`: tokens per block; 0 = unknown. `unknown`: names of no endpoints."""
+    """`total`: blocks of the prompt. `block_size`: tokens per block; 0 = unknown. `unknown`: requested names that are
+    no endpoints."""
 
     total: int
     pods: dict[str, PodAnswer]

@@ -35,7 +35,8 @@ _LEVEL = 1
 
 
 class Damage(Struct, frozen=True):
-    """Bytes that are no good block. `at_end`: of the segment, so the writer may not have finished a block there."""
+    """Bytes that are no good block. `at_end`: they are at the end of the segment, so they may be a block that the
+    writer has not finished."""
 
     offset: int
     size: int

@@ -2,7 +2,8 @@
 
 Rules
 * The event loop only appends a tuple to a deque (which is safe between two threads). It never waits for the disk, the
-  thread or a lock. If the thread is too slow or the disk fails, records are lost and counted; the journal says where.
+  thread or a lock. If the thread does not keep up, or the disk fails, records are dropped and counted; the journal says
+  where (`lost`).
 * Events and records never change once they are made, so the thread may read them later.
 * The pipeline's clock stands still while it handles an event (`StillClock`). So one event has one time, and a replay
   with the same times reaches the same state.

@@ -154,7 +154,8 @@ def joined(encoded: Iterable[bytes], count: int) -> bytearray:
 
 
 def decode(content: bytes) -> Iterator[Item]:
-    """A block's records; unreadable bodies become `Unknown`. Raises `msgspec.DecodeError` for an unreadable block."""
+    """The records of a block; a body that cannot be read becomes `Unknown`. Raises `msgspec.DecodeError` if the whole
+    block cannot be read."""
     for kind, time_s, raw in _ROWS.decode(content):
         try:
             body = _DECODERS.get(kind, _ANYTHING).decode(raw)
@@ -164,7 +165,8 @@ def decode(content: bytes) -> Iterator[Item]:
 
 
 def writable(value: Any, errors: str) -> Any:
-    """A copy of plain values in valid Unicode. `errors`: how other characters are replaced, as for `str.encode`."""
+    """A copy of plain values in which all texts are valid Unicode. `errors`: how invalid characters are replaced, as
+    for `str.encode`."""
     if isinstance(value, str):
         return value.encode("utf-8", errors).decode()
     if isinstance(value, dict):
@@ -177,7 +179,8 @@ def writable(value: Any, errors: str) -> Any:
 # Rules
 # * Within a block, only the slots of a snapshot are written that changed since the previous one: between two decisions
 #   few endpoints change. The first snapshot of a block is complete, so every block can be read alone.
-# * Numbers are written unchanged (IEEE 754, 64 bits), so a decision repeated from them has exactly the same result.
+# * Numbers are written unchanged (IEEE 754, 64 bits), so a decision that is repeated from them has exactly the same
+#   result.
 
 
 class Detail(Struct, frozen=True):

@@ -148,7 +148,8 @@ class Directory:
         return self._file < 0 or (self._size + size > self._segment and self._size > len(MAGIC))
 
     def begin(self, head: bytes) -> None:
-        """Begin a segment with the block `head`. Raises `Full` or `OSError`, and then removes the incomplete file."""
+        """Begin a new segment with the block `head`. Raises `Full` or `OSError`. If the disk fails, the incomplete file
+        is removed."""
         self.close()
         if not self._locks:
             self._open()

@@ -32,13 +32,15 @@ class Connections(Struct, eq=False):
     _closing: set[asyncio.Task[None]] = set()
 
     def ask(self, question: AskRemote) -> None:
-        """Send a question to its scheduler. Without a connection of that name, its deadline passes."""
+        """Send a question to its scheduler. Without a connection of that name it gets no answer, and its deadline
+        passes."""
         connection = self._open.get(question.remote)
         if connection is not None:
             connection[1].ask(question)
 
     def follow(self, config: Config) -> None:
-        """Open connections that are new in `config` and close others. `check_schedulers(config)` must have passed."""
+        """Open connections that are new in `config` and close those that it no longer has. `check_schedulers(config)`
+        must have passed."""
         wanted = schedulers(config)
         for name, (settings, _) in list(self._open.items()):
             if wanted.get(name) != settings:

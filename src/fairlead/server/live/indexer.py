@@ -31,7 +31,8 @@ log = get("indexer")
 
 
 class LiveIndexer:
-    """`await run()` returns after `stop()` or a signal. `port` 0 = any free one, which the attribute then has."""
+    """`await run()` returns after `stop()` or a signal. `port` 0 = any free port; the attribute `port` then has the
+    real one."""
 
     def __init__(self, config: Config, host: str, port: int, accept_snapshots: bool = False) -> None:
         self.config = config = alone(config)

@@ -1,4 +1,5 @@
-"""What decisions know of a prompt besides its bytes: token ids and, with KV events, who holds its blocks.
+"""What decisions know of a prompt besides its bytes: its token ids and, with KV events, the endpoints that hold its
+blocks.
 
 `Knowledge` alone reads prompts with the tokenisers of `tokens:`, so that their tokens are counted instead of estimated.
 With an `ExactKnowledge`, prompts are offered to it, and its predictions are compared with what responses report.
@@ -84,7 +85,8 @@ class Knowledge:
             self.token_check.up(event.endpoint)
 
     def inspecting(self, usual: Inspect) -> Inspect:
-        """A function that says whether to read a response to the end: as `usual`, plus samples to check predictions.
+        """Return a function that says whether to read a response to the end: those that `usual` selects, plus samples
+        that check predictions.
 
         While an endpoint's KV events are unproven, all responses are read, but at most `_FOLLOWED` without a result:
         some engines never report cached tokens, and in streams engines report them only if the client asks for usage.
@@ -172,7 +174,10 @@ class Knowledge:
 
 def exact_knowledge(config: Config) -> ExactKnowledge | None:
     """The exact knowledge for a scheduler's fleet. Its index is in this process or in an indexer; `None` = KV events
-    are off. Raises `ConfigError`."""
+    are off.
+
+    Raises `ConfigError`.
+    """
     events = config.kv_events
     if not events.enabled:
         return None

@@ -1,7 +1,8 @@
 """Running in Kubernetes: a pool's endpoints and models from the API server, and leader election between replicas.
 
 Readiness: a replica is ready once pool, pods and model definitions were read and, with leader election, only while it
-leads. Losing the API server later changes neither readiness nor liveness: routing goes on with the last known state.
+leads. Losing the API server later does not change that: routing continues with the last known state. Liveness depends
+on none of this.
 
 Handing over: gateways must find the next leader before they lose the last one. Some find it by health checks, each at
 its own pace, and Envoy delivers the results to its workers at most once a second (`update_merge_window`). Measured

@@ -1,7 +1,8 @@
 """Follows every InferencePool of some namespaces: opens each when it appears, and closes it when it is deleted.
 
 An `endpointPickerRef` names a Service in the pool's own namespace. With leader election that Service has no selector,
-and the leader maintains its EndpointSlice, as with a single pool. So gateways of any namespace reach this process.
+and the leader maintains its EndpointSlice, as with a single pool. So gateways of pools in any namespace reach this
+process.
 """
 
 import asyncio

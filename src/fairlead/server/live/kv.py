@@ -171,6 +171,8 @@ class KvListening(Knowledge):
     # ---------------------------------------------------------------- endpoints
 
     def endpoint(self, event: EndpointUp | EndpointDown) -> None:
+        """Handle an endpoint that appeared, changed or was removed. Call this right after the pipeline has handled the
+        same event."""
         super().endpoint(event)
         name = event.endpoint.id if isinstance(event, EndpointUp) else event.endpoint_id
         address = event.endpoint.address if isinstance(event, EndpointUp) else ""
@@ -235,7 +237,8 @@ class KvListening(Knowledge):
         task.add_done_callback(log.failure("following an endpoint's KV events failed", endpoint=endpoint.id))
 
     async def _follow(self, endpoint: Endpoint, slot: int) -> None:
-        """Load the endpoint's saved blocks and subscribe to its publisher; then look regularly for another one."""
+        """Load the endpoint's saved blocks, find its publisher and subscribe to it; then check regularly whether the
+        publisher has changed."""
         if self._shelved is not None:
             places: dict[int, Place] = {}
             entering = self._shelved.enter(endpoint.id, slot, lambda cache, place: places.update({cache.rank: place}))
@@ -350,8 +353,9 @@ class KvListening(Knowledge):
     def take(self, content: bytes) -> int:
         """Load a snapshot. Raises `ValueError` if `content` is not a valid one.
 
-        Endpoints without KV events so far get their blocks from it soon, later ones when they appear. Endpoints that
-        have sent events keep their blocks. Returns the number of endpoints of the first kind.
+        Endpoints that have sent no KV events yet get their blocks from it soon, and endpoints that appear later when
+        they appear. Endpoints that have sent events keep their blocks. Returns the number of endpoints of the first
+        kind.
         """
         self._shelved = Shelved(self.exact.index, content)
         taken = 0
@@ -396,7 +400,8 @@ def _unusable(reason: str) -> None:
 
 
 def _keys(settings: KvCurve | None) -> tuple[Curve | None, list[str] | None]:
-    """Our CURVE keys, and those of publishers that may connect; `None` = none, or any. Raises `ConfigError`."""
+    """Our own CURVE keys, and the public keys of publishers that may connect; `None` = no CURVE, or any publisher.
+    Raises `ConfigError`."""
     if settings is None:
         return None, None
     public = _words(settings.public_key_file, "publicKeyFile")

@@ -5,7 +5,8 @@
     follow      twice a second the indexer reports the state of each endpoint's feed, and the adapters it has seen
 
 For the pipeline nothing changes: it reads an index (`core.kv.answered`) that has the blocks of the answer. This process
-itself keeps the trust in endpoints, the prompts that were just sent, and the comparison with reported cached tokens.
+itself keeps the trust in each endpoint, the prompts that were just sent, and the comparison with the cached tokens that
+responses report.
 """
 
 import asyncio

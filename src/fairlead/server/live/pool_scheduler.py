@@ -1,4 +1,5 @@
-"""The scheduler of one pool: the parts from `wiring`, fed with endpoints, models and changed configurations."""
+"""The scheduler of one pool: the parts from `wiring`, fed with endpoints, model definitions and changed
+configurations."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -35,7 +36,8 @@ _SHOWN = 5
 
 
 def log_unusable(problems: Sequence[str]) -> str:
-    """Log why a changed configuration cannot be used. Returns the first problem and the number of others."""
+    """Log why a changed configuration cannot be used. Returns a summary with the first problem and the number of
+    others."""
     text = "the changed configuration cannot be used; the old one stays"
     for problem in problems[:_SHOWN]:
         log.error(text, problem=problem)
@@ -177,7 +179,8 @@ class PoolScheduler:
     # ---- a changed configuration ----
 
     def reconfigure(self, changes: Changes) -> bool:
-        """Apply the changes through the pipeline. False = there are none, or the log says why they cannot be used."""
+        """Apply the changes through the pipeline. False = there are none, or they cannot be used; then the log says
+        why."""
         self.unusable = ""
         if not changes.paths:
             return False

@@ -105,7 +105,8 @@ class PromptReading:
         return PromptKnown(tokens.total)
 
     def offer(self, known: PromptKnown) -> PromptBlocks | None:
-        """The blocks of a prompt that was read; `None` = none. Call this just before its request goes on."""
+        """Return the blocks of a prompt that was read; `None` = there are none. Call this when its request is about to
+        arrive in the pipeline."""
         return None if self._exact is None else self._exact.offer(*known.blocks)
 
     def _reader(self, targets: Sequence[str]) -> str | None:
@@ -120,7 +121,8 @@ class PromptReading:
         return min(readers, key=lambda reader: (not self._bases(reader), reader))
 
     def _readers(self, model: str) -> set[str]:
-        """The models whose tokenisers read prompts for `model`: itself, or an adapter's bases if it has no entry."""
+        """The models whose tokenisers read prompts for `model`: itself, or the base models of an adapter without an
+        entry."""
         if model in self._settings.models:
             return {model}
         groups = self._bases(model)

@@ -265,7 +265,8 @@ class Live:
     # ---- shutdown ----
 
     def _leave(self) -> None:
-        """The embedded gateway is stopping. It accepts no connections, but asks here until its last request ends."""
+        """The embedded gateway is stopping. It accepts no new connections, but asks this scheduler until its last
+        request has ended."""
         self.health.leave()
         if self._pool is not None:
             self._pool.close()  # the gateway removes the file at its end

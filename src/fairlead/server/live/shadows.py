@@ -41,7 +41,8 @@ _BURST = 0.05
 
 
 class LiveShadows(Struct, eq=False):
-    """Call `follow(config, …)` at the start and after each reload, `close()` at the end. `feed` receives verdicts."""
+    """Call `follow(config, …)` at the start and after each reload, `close()` at the end. `feed` receives the verdicts
+    as events."""
 
     _fleet: Fleet
     _feed: Callable[[Event], None]
@@ -116,7 +117,8 @@ class LiveShadows(Struct, eq=False):
 
 
 class RemoteShadow:
-    """A scheduler in another process, on trial. It is asked later, about the state at the time of the decision."""
+    """A scheduler in another process, on trial. It is asked in a later turn of the event loop, about the state at the
+    time of the decision."""
 
     def __init__(
         self,

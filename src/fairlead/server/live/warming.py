@@ -165,7 +165,8 @@ class Warming:
         return replace(request, priority=PRIORITY, fairness_id=TENANT, session="")
 
     async def _send(self, request: Request, kept: Beginning) -> str:
-        """Send a beginning. Returns the problem; empty = none. An event ends the request in the registry anyway."""
+        """Send a beginning. Returns the problem; empty = none. In any case an event ends the request in the
+        registry."""
         client = _Client()
         self._feed(RequestArrived(request, client))
         end: Event = StreamLost(request.id)

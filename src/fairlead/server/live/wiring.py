@@ -87,7 +87,8 @@ class LoopClock:
 
 
 class TimeOfDay:
-    """Returns the seconds from the clock `now` to those since 1970. Only setting the system's clock changes them."""
+    """Calling it returns the seconds to add to the clock `now` to get seconds since 1970. The value changes only if the
+    system's clock is set."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -180,7 +181,8 @@ class Core:
         gateway: RunningGateway = NONE_RUNS,
         begun: Config | None = None,
     ) -> None:
-        """`adopt` and `refuse` receive the outcome of a `Reconfigured`. All else is as for `PoolScheduler`."""
+        """`adopt` and `refuse` receive the outcome of a `Reconfigured`. The other arguments and the exceptions are
+        those of `PoolScheduler`."""
         check_schedulers(config)
         self._config, self._tracing, self._clock = config, tracing, LoopClock(loop)
         self._begun = begun or config
@@ -303,7 +305,8 @@ class Core:
         return replicas
 
     def _observe(self, loop: asyncio.AbstractEventLoop, pace: Pace | None, gateway: RunningGateway) -> None:
-        """Make the scraper, the reader of model lists, and the watch, which wakes the scraper and has its results."""
+        """Make the scraper, the reader of model lists, and the watch. The watch wakes the scraper and reports its
+        results."""
         config, options, scaling = self._config, scrape_options(self._config), self._config.autoscaling
         self.scraper = Scraper(
             loop,
@@ -361,7 +364,8 @@ def pool_label(config: Config, one_of_several: bool) -> str:
 
 
 def knowledge(config: Config, fleet: Fleet, registry: Registry) -> Knowledge | None:
-    """The part that knows more of prompts than bytes; `None` = KV events and tokenisers are not configured."""
+    """Make the part that knows more of prompts than their bytes; `None` = neither KV events nor tokenisers are
+    configured."""
     if config.kv_events.enabled:
         return (KvLookup if config.kv_events.indexer.url else KvListening)(config, fleet, registry)
     return Knowledge(config, fleet, registry) if config.tokens.models else None

@@ -417,7 +417,8 @@ def show_state(registry: Registry, counts: StateCounts) -> None:
 
 
 class WarmingCounts(Struct):
-    """Counts of beginnings sent to cold endpoints, and of their prompt tokens. `kept`: those in memory."""
+    """Counts of beginnings that were sent to cold endpoints, and of their prompt tokens. `kept`: the beginnings that
+    are kept in memory."""
 
     kept: Beginnings
     sent: int = 0

@@ -1,4 +1,5 @@
-"""The journal in memory: the last decisions with reasons and outcomes, as plain values: "why this endpoint?".
+"""The journal in memory: the last decisions with their reasons and outcomes, as plain values, to answer "why this
+endpoint?".
 
 Rules
 * A ring of `size` decisions. Traces have a cell per endpoint and step. All traces together have at most `max_cells`, so
@@ -74,7 +75,8 @@ class Journal:
                 entry.outcome = record
 
     def each(self, count: int, max_shown: int = MAX_SHOWN) -> Iterator[dict[str, Any]]:
-        """The newest `count` decisions, newest first, as plain values for JSON, each rendered when it is taken."""
+        """The newest `count` decisions, newest first, as plain values for JSON. Each is rendered only when it is taken
+        from the iterator."""
         newest = list(self._entries)[-count:] if count > 0 else []
         return (render(entry.decision, entry.outcome, max_shown) for entry in reversed(newest))
 

@@ -224,7 +224,8 @@ class Registry:
             yield
 
     def parts(self, openmetrics: bool = False) -> Iterator[bytes]:
-        """The metrics page, in pieces of one refresh or some hundred lines, so that other work can go on."""
+        """The metrics page, in pieces of one refresh or some hundred lines, so that a server can do other work in
+        between."""
         return page_of([self], openmetrics)
 
     def render(self) -> bytes:

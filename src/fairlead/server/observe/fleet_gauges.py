@@ -26,7 +26,8 @@ class EndpointStatus(Struct, frozen=True, kw_only=True):
     age_s: float | None = None
     #: Why scrapes fail now; empty = they succeed, or have failed too few times to report.
     last_error: str = ""
-    #: `well`, `suspect` or `out`, and the seconds without progress although there is work (`fairlead.core.stalls`).
+    #: `well`, `suspect` or `out`, and for how many seconds the endpoint has made no progress although it has work
+    #: (`fairlead.core.stalls`).
     suspicion: str = "well"
     silent_s: float = 0.0
     #: Requests, and the share of KV blocks in use, as the engine reported them.

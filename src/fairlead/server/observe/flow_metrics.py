@@ -2,7 +2,8 @@
 
 Rules
 * Gauges are set from the queues at every rendering; the counter and the histogram with each decision.
-* Clients choose tenants and models. `SchedulerMetrics.labels` says how they are shown: `other` without own series.
+* Clients choose tenants and models. They are shown as `SchedulerMetrics.labels` returns them: `other` for labels
+  without series of their own (see `metrics`).
 * `requests_total` and the histogram count every request that flow control has seen, including those sent immediately.
 * Published names and their deprecated twins are as in `request_families`; `fairlead_flow_*` are our own.
 """

@@ -42,7 +42,8 @@ class Gauge:
 class Histogram:
     """`counts[i]`: observations in (bounds[i-1], bounds[i]]; the last count is of observations above all bounds.
 
-    `examples`: for each bucket the last observation with a known request, and that request's number; `None` = none.
+    `examples`: for each bucket the last observation with a known request, and that request's number; `None` = there is
+    no such observation.
     """
 
     __slots__ = ("bounds", "counts", "examples", "sum")
@@ -58,7 +59,8 @@ class Histogram:
         self.sum += value
 
     def observe_all(self, values: Sequence[float], request_ids: Sequence[int] = ()) -> None:
-        """Add many observations. `request_ids`: exemplars show the last request per bucket; empty = no exemplars."""
+        """Add many observations. `request_ids`: their requests, of which exemplars show the last one per bucket; empty
+        = no exemplars."""
         buckets = list(map(partial(bisect_left, self.bounds), values))
         for bucket in set(buckets):
             self.counts[bucket] += buckets.count(bucket)

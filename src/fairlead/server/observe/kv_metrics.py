@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class KvFeedStatus(Struct, frozen=True):
-    """The feed of KV events of a rank. `bad`: unreadable events and batches. `lost`: batches missed for good."""
+    """The feed of KV events of one rank of an endpoint. `bad`: unreadable events and batches. `lost`: missed batches
+    that could not be fetched."""
 
     endpoint: str
     slot: int
@@ -59,7 +60,9 @@ _VERDICTS = ("equal", "close", "off", "idle")
 
 class KvMetrics:
     """Metrics of KV events. `feeds` returns the present state of all feeds, `endpoints` the slot and id of each
-    endpoint, `rejected` the unusable batches at the bound socket. `without`: prompts without token ids, by reason."""
+    endpoint, `rejected` the number of unusable batches at the bound socket. `without`: prompts without token ids, by
+    reason.
+    """
 
     def __init__(
         self,
@@ -174,7 +177,8 @@ _BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 1.0)
 
 
 def show_questions(registry: Registry, asker: "Callable[[], IndexClient]") -> Callable[[float], None]:
-    """Show the metrics of a scheduler that asks an indexer. Returns what records the seconds that an answer took."""
+    """Show the metrics of a scheduler that asks an indexer. Returns the function that records the seconds that an
+    answer took."""
     seconds = histograms(bounds=_BOUNDS)
     text = "Questions to the indexer by end; all but 'answered' leave the request to learned prefixes."
     registry.follow("counter", "fairlead_indexer_questions_total", text, lambda: asker().counts.ends, "result")

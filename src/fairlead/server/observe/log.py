@@ -98,7 +98,8 @@ def get(component: str) -> Log:
 
 
 def setup(level: str = "info", form: str = "logfmt", stream: TextIO | None = None) -> None:
-    """Send all log lines to `stream` (default: stderr). Raises `ValueError` for an unknown level or format."""
+    """Send all log lines to `stream` (default: stderr), instead of where they went before. Raises `ValueError` for an
+    unknown level or format."""
     if level not in _LEVELS:
         raise ValueError(f"unknown log level {level!r}, expected one of {', '.join(_LEVELS)}")
     formatters: dict[str, Callable[[], logging.Formatter]] = {"logfmt": LogfmtFormatter, "json": JsonFormatter}
@@ -162,7 +163,8 @@ class _Background:
                 Written.lost += len(lines)
 
     def _several(self) -> list[bytes]:
-        """Wait for lines, and return those for one write: bursts need few writes. Empty = the log was closed."""
+        """Wait for lines, and return those for one write; empty = the log was closed. One write per line would be too
+        slow for a burst."""
         lines: list[bytes] = []
         size = 0
         while not self._ended and size < _WRITE and not (lines and self._lines.empty()):
@@ -177,7 +179,8 @@ class _Background:
 
 @contextmanager
 def in_background() -> Iterator[None]:
-    """Write log lines to stderr from a thread until the context ends. Enter it after forking, which ends threads."""
+    """Write log lines to stderr from a thread until the context ends. Threads do not survive a fork, so enter this
+    context after forking."""
     try:
         sys.stderr.flush()
         background = _Background(sys.stderr.fileno())

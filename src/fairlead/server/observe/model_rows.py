@@ -57,7 +57,8 @@ class ModelHistory:
         points = {}
         for model, (requests, errors) in counts.items():
             asked, failed = self._before.get(model, (0.0, 0.0))
-            # Counters of a model without requests are dropped and begin again at 0: differences may be negative.
+            # Counters of a model without requests are dropped and later begin again at 0, so differences may be
+            # negative.
             rates = (max(requests - asked, 0.0) / (now - since), max(errors - failed, 0.0) / (now - since))
             if any(rates) or model in first_tokens:
                 p50, p95 = percentiles(first_tokens[model], (0.5, 0.95))

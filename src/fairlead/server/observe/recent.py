@@ -30,7 +30,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Window(Generic[Key]):
-    """Sums of `width` columns per key over the last `seconds`, in bins of `bin_s`. Keys above `MAX_KEYS`: `folded`."""
+    """Sums of `width` columns per key over the last `seconds`, in bins of `bin_s` seconds. Keys beyond `MAX_KEYS` count
+    as the key `folded`."""
 
     def __init__(self, seconds: float, bin_s: float, width: int, folded: Key) -> None:
         self._span = round(seconds / bin_s)
@@ -95,7 +96,8 @@ Traffic = tuple[str, str, int]
 
 
 class Recent:
-    """Call `seed` once, then `take` for new records, and `move(now)` before reading, by the clock of their `at`."""
+    """Call `seed` once, then `take` for new records, and `move(now)` before reading. `now` is read from the clock of
+    the records' `at`."""
 
     def __init__(self) -> None:
         #: All records since then (clock seconds) are included.

@@ -30,7 +30,8 @@ _EXTENSION = "inference_extension_"
 _BY_MODEL = "inference_model_"
 #: Why requests are refused.
 _REASONS = (SATURATED, EXPIRED, NO_ENDPOINTS, SHUTTING_DOWN, LEFT.reason, MODEL_NOT_FOUND, REFUSED)
-#: For metrics of the usage in answers. It is read only in a share of them, as that costs work for every chunk.
+#: For metrics that need the usage in an answer. It is read only in a share of the answers, because that costs work for
+#: every chunk.
 _SAMPLED = " Of the share whose usage is read, inspect.usageSampling."
 
 

@@ -38,7 +38,8 @@ from fairlead.server.observe.watch import Watch
 def endpoint_rows(
     watch: Watch, recent: Recent, out: Mapping[str, Out], now: float, wall: float
 ) -> list[shape.EndpointRow]:
-    """One row per endpoint. `out`: those out of use, by id; `wall`: seconds from the clock to the time of day."""
+    """One row per endpoint. `out`: endpoints out of use, by id; `wall`: seconds to add to the clock to get the time of
+    day."""
     table, staleness = watch.fleet.table, watch.fleet.staleness
     # Convert whole columns: reading single values from numpy's arrays takes three times as long.
     sampled, kv, queue, active = (each.tolist() for each in (table.sampled_at, table.kv, table.queue, table.active))
@@ -252,7 +253,8 @@ Outcome = Literal["", "running", "answered", "failed", "cancelled", "refused"]
 
 
 class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Criteria of a search, which must all match; empty = any. Case counts only in `endpoint` and `requested`."""
+    """Criteria of a search. A decision must match all of them; empty = any. Case is ignored, except in `endpoint` and
+    `requested`."""
 
     #: Our request number, the decision id, or a part of the client's x-request-id.
     id: str = ""

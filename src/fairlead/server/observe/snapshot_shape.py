@@ -220,7 +220,8 @@ class ShadowRow(Struct, frozen=True, kw_only=True):
 
 
 class Totals(Struct, frozen=True, kw_only=True):
-    """Counts since the start; `running` and the rates are present values. Requests in the queue are not counted."""
+    """Counts since the start; `running` and the rates are present values. `requests` does not include requests that
+    wait in the queue."""
 
     requests: int
     errors: int
@@ -298,7 +299,8 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     kv_events: bool
     #: The state of the link to other schedulers of the pool, as a text for people; empty = there is no link.
     replicas: str
-    #: How many schedulers the pool has, with this one. `leases` are those of all; other counts are of this one only.
+    #: How many schedulers the pool has, this one included. `leases` are those of all schedulers; other counts are of
+    #: this one only.
     schedulers: int
     #: The newest point of the charts.
     point: Point

@@ -31,7 +31,8 @@ Check = Callable[[], str]
 
 
 class Happened(Struct, eq=False):
-    """Says which counters grew in the last `_minute` seconds. They never fall, and begin at 0 or where `begin` says."""
+    """Says which counters have grown within the last `_minute` seconds. The counters never fall. They begin at 0, or
+    where `begin` says."""
 
     _minute: float
     #: Counter's name → its last value, and when it last grew (clock seconds).

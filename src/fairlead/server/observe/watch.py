@@ -200,7 +200,8 @@ class Watch:
         return {**explained(*recorded, make_policy), "decision_id": decision_id}
 
     def desired_endpoints(self) -> int | None:
-        """How many endpoints the load needs; `None` = too little is known, as on a standby, which no gateway asks."""
+        """How many endpoints the pool's load needs; `None` = too little is known of the load. A standby knows nothing:
+        no gateway asks it."""
         self.count()
         now, counted, peers = self._now(), self.metrics, self._peers_load
         own = counted.routed, counted.prompt_tokens, counted.cached_tokens
@@ -298,7 +299,8 @@ class Watch:
         return "; ".join(texts)
 
     def _failures(self, endpoint_id: str) -> float:
-        """How many scrapes failed in a row; 0 also for answers with an error below 500 or without the load."""
+        """How many scrapes failed in a row. 0 also if the endpoint answers, but with an error below 500 or without its
+        load."""
         slot = self.fleet.table.slot(endpoint_id)
         return 0.0 if slot is None else float(self.fleet.table.failures[slot])
 

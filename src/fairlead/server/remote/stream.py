@@ -26,7 +26,8 @@ STOPS_WITHIN = 5.0
 
 
 class SchedulerStream:
-    """A stream. The constructor opens it; the event loop must run. `send` may be called before it is connected."""
+    """A stream. The constructor opens it; the event loop must be running. `send` may be called before the connection is
+    established."""
 
     def __init__(
         self,

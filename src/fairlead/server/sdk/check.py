@@ -100,7 +100,8 @@ class Dialogue:
     def state(
         self, endpoints: Sequence[EndpointState] = (), gone: Iterable[int] = (), **columns: Sequence[float]
     ) -> State:
-        """Make the next state. `columns`: by name, parallel to `endpoints`; by default those of idle endpoints."""
+        """Make the next state. `columns`: by name, parallel to `endpoints`; missing ones have the values of idle
+        endpoints."""
         self._version += 1
         state = State(version=self._version, full=self._version == 1, endpoints=list(endpoints), gone=list(gone))
         state.settled = self.batch
@@ -136,7 +137,8 @@ class Dialogue:
         return [asked.request.id for asked in requests]
 
     async def picks(self, wanted: Sequence[int]) -> list[RemotePick]:
-        """Receive the picks for these requests, in this order. Raises `Failed` for missing, double or other picks."""
+        """Receive the picks for these requests, in the order of `wanted`. Raises `Failed` for a missing, double or
+        unexpected pick."""
         received: dict[int, RemotePick] = {}
         while len(received) < len(wanted):
             answer = await self.answer()
