@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+
 from fairlead import __version__
 from fairlead.config.schema import Tracing as Settings
 from fairlead.core import apis
@@ -48,19 +50,15 @@ _OPERATIONS = {**_CHAT, **_TEXT, apis.EMBEDDINGS: "embeddings", apis.GRPC_EMBED:
 Attribute = str | bool | int | float
 
 
-class RequestTrace:
+class RequestTrace(Struct, eq=False):
     """The open span of a request. `Tracing` makes it; the request keeps it in `Request.trace`."""
 
-    __slots__ = ("began", "span", "trace_id", "traceparent")
-
-    def __init__(self, span: "Span", began: float) -> None:
-        context = span.get_span_context()
-        self.span = span
-        #: When the request arrived, in clock seconds.
-        self.began = began
-        self.trace_id = context.trace_id
-        #: The value of the header `traceparent` for the model server.
-        self.traceparent = w3c.render(context.trace_id, context.span_id, True)
+    span: "Span"
+    #: When the request arrived, in clock seconds.
+    began: float
+    trace_id: int
+    #: The value of the header `traceparent` for the model server.
+    traceparent: str
 
 
 class Tracing:
@@ -139,7 +137,9 @@ class Tracing:
             attributes=_asked(request),
             start_time=self._nanoseconds(request.arrived),
         )
-        trace = RequestTrace(span, request.arrived)
+        own = span.get_span_context()
+        header = w3c.render(own.trace_id, own.span_id, True)
+        trace = RequestTrace(span, request.arrived, own.trace_id, header)
         self._open[trace] = None
         self._traces[request.id] = trace.trace_id
         if len(self._traces) > _REMEMBERED:
