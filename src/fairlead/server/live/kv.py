@@ -171,8 +171,6 @@ class KvListening(Knowledge):
     # ---------------------------------------------------------------- endpoints
 
     def endpoint(self, event: EndpointUp | EndpointDown) -> None:
-        """Handle an endpoint that appeared, changed or was removed. Call this right after the pipeline has handled the
-        same event."""
         super().endpoint(event)
         name = event.endpoint.id if isinstance(event, EndpointUp) else event.endpoint_id
         address = event.endpoint.address if isinstance(event, EndpointUp) else ""

@@ -135,13 +135,11 @@ class _Bundle:
         self.used = 0.0
 
     def attempt(self, endpoint: str, address: str) -> Counter:
-        key = (endpoint, address)
-        counter = self.attempts.get(key)
-        if counter is None:
-            namespace, _, name = endpoint.rpartition("/")
-            port = address.rpartition(":")[2]
-            counter = self.families.attempts.child("success", self.labels[1], name, namespace, port)
-            self.attempts[key] = counter
+        """Look up a counter for `attempts`, which does not have it yet."""
+        namespace, _, name = endpoint.rpartition("/")
+        port = address.rpartition(":")[2]
+        counter = self.families.attempts.child("success", self.labels[1], name, namespace, port)
+        self.attempts[endpoint, address] = counter
         return counter
 
 
