@@ -156,7 +156,7 @@ def _run(url: str, load: "Load", model: str, options: "Options") -> "RunResult":
     """Get the model's name from the server, send all requests, and show the progress."""
     import asyncio
 
-    from fairlead.cli.bench_load import BenchProgress
+    from fairlead.cli.bench_load import bench_progress
     from fairlead.core.errors import ConfigError
     from fairlead.lab.load.probe import ask_models, normal_target
     from fairlead.lab.load.process import allow_many_sockets
@@ -169,8 +169,8 @@ def _run(url: str, load: "Load", model: str, options: "Options") -> "RunResult":
     fallback = served[0] if served else model
     workload = load.workload(model, fallback)
     allow_many_sockets()
-    with BenchProgress(f"{load.described} → {target}, model {model or fallback or 'of the file'}") as progress:
-        sent = run(target, workload, load.arrivals, options, progress.step, load.described, interruptible=True)
+    with bench_progress(f"{load.described} → {target}, model {model or fallback or 'of the file'}") as step:
+        sent = run(target, workload, load.arrivals, options, step, load.described, interruptible=True)
         return asyncio.run(sent)
 
 

@@ -1,6 +1,8 @@
 """The load that `fairlead bench` sends according to its command line, its progress line, and its hints at the end."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,10 +114,6 @@ def build(options: LoadOptions) -> Load:
 
 
 def _check(options: LoadOptions) -> None:
-    values = msgspec.structs.asdict(options)
-    for name in ("rate", "to_rate", "seconds", "speedup", "requests", "closed", "output_tokens"):
-        if values[name] < 0:
-            raise ConfigError("must not be negative", f"--{name.replace('_', '-')}")
     if options.workload not in KINDS and not Path(options.workload).is_file():
         raise ConfigError(
             f"{options.workload!r} is neither a file nor a workload; {suggestion(options.workload, KINDS)}",
@@ -210,32 +208,27 @@ _HINTS = {
 }
 
 
-class BenchProgress:
-    """Shows the progress as a line on stderr: redrawn on a terminal, otherwise printed every few seconds."""
+@contextmanager
+def bench_progress(title: str) -> "Iterator[Callable[[Look], None]]":
+    """Print the title, then show the progress as a line on stderr: redrawn on a terminal, otherwise printed every few
+    seconds. Yields the progress callback for `fairlead.lab.load.runner.run`."""
+    console = Console(stderr=True)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    columns = (BarColumn(bar_width=24), TextColumn("{task.description}"), TimeElapsedColumn())
+    next_line_s = _LINE_EVERY_S
 
-    def __init__(self, title: str) -> None:
-        self._console = Console(stderr=True)
-        self._title = title
-        columns = (BarColumn(bar_width=24), TextColumn("{task.description}"), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
-        self._task = self._bar.add_task("waiting for the first answer", total=None)
-        self._next_line_s = _LINE_EVERY_S
-
-    def __enter__(self) -> "BenchProgress":
-        self._console.print(plain(self._title), highlight=False, markup=False, soft_wrap=True)
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def step(self, look: "Look") -> None:
-        """The progress callback for `fairlead.lab.load.runner.run`."""
+    def step(look: "Look") -> None:
+        nonlocal next_line_s
         text = line(look)
-        self._bar.update(self._task, completed=look.done, total=look.total or None, description=text)
-        if not self._console.is_terminal and look.elapsed_s >= self._next_line_s:
-            self._next_line_s = look.elapsed_s + _LINE_EVERY_S
-            self._console.print(f"{look.elapsed_s:.0f} s: {text}", highlight=False, markup=False, soft_wrap=True)
+        shown.update(task, completed=look.done, total=look.total or None, description=text)
+        if not console.is_terminal and look.elapsed_s >= next_line_s:
+            next_line_s = look.elapsed_s + _LINE_EVERY_S
+            say(f"{look.elapsed_s:.0f} s: {text}")
+
+    say(plain(title))
+    with Progress(*columns, console=console, disable=not console.is_terminal) as shown:
+        task = shown.add_task("waiting for the first answer", total=None)
+        yield step
 
 
 def line(look: "Look") -> str:
