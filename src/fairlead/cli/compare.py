@@ -5,7 +5,7 @@ journal's traffic instead, and fails if a condition is broken (`_gate`). `fairle
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -310,9 +310,8 @@ def results_of(cells: list[Cell], out: Path, fresh: bool, processes: int, cluste
     if fresh:
         kept.unlink(missing_ok=True)
     earlier = {result.key for result in read_kept(kept)}
-    with ExitStack() as stack:
-        runner = stack.enter_context(on_cluster(cluster)) if cluster else None
-        update = stack.enter_context(bar("simulating", len(cells), everywhere=True))
+    where = on_cluster(cluster) if cluster else nullcontext()
+    with where as runner, bar("simulating", len(cells), everywhere=True) as update:
 
         def progress(result: CellResult, done: int, _: int) -> None:
             update(completed=done, description=f"{result.scenario}: {result.policy}")

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -188,8 +188,7 @@ def _plan(
     if reason:
         complain(reason)
         raise typer.Exit(FAILED)
-    with ExitStack() as stack:
-        run = stack.enter_context(in_processes(case, processes, stack.enter_context(_progress())))
+    with _progress() as step, in_processes(case, processes, step) as run:
         planned = find(case, run, width=processes, **search)
     lasts_s = scenario.workload.duration_s / scenario.speedup
     count = len(scenario.workload)
