@@ -82,9 +82,6 @@ _NO_ENDPOINTS = "list them under endpoints:, name a file: there, or a pool: unde
 _NO_DISCOVERY = "add endpoints: or kubernetes: {pool: NAME}, or a file-discovery plugin and dataLayer.discovery"
 
 
-__all__ = ["FIELDS", "examine", "load", "problems", "read_bytes"]
-
-
 def read_bytes(path: Path) -> bytes:
     """The content of a configuration file; of a file that is too large, only enough to detect that."""
     try:

@@ -251,7 +251,6 @@ class Profiles(Struct, eq=False):
     any_given: bool
     instances: Instances
     report: Report
-    registry: Registry
     queues: bool
     #: Name of the picker of the profile that runs; empty = there is none.
     picker: str = ""
@@ -332,8 +331,7 @@ class Profiles(Struct, eq=False):
         never = decider is None or (isinstance(given, PrefixDecider) and not given.non_cached_tokens)
         if decider is None and always:
             name, never = "threshold: 0", False
-        policy = self.registry.find("policy", SPLITTING)
-        if spec is None or policy is None or self.queues or never:
+        if spec is None or self.queues or never:
             self.report.note(handler.place, QUEUED if self.queues else NO_DECIDER)
             return spec
         self.report.note(handler.place, PAIRS.format(shorten(name)))
@@ -344,9 +342,9 @@ class Profiles(Struct, eq=False):
         limits = given.model_dump() if isinstance(given, PrefixDecider) else {}
         plugin = PluginSpec(
             kind="policy",
-            type=policy.type,
+            type=SPLITTING,
             name=handler.name,
-            given=policy.params(always=True, **limits),
+            given=RegisteredPlugin("policy", SPLITTING).params(always=True, **limits),
             path=self.report.path(handler.place),
             lines=handler.lines,
             stands_for=handler.type,
@@ -363,7 +361,8 @@ class Profiles(Struct, eq=False):
     def _spec(
         self, name: str, refs: Sequence[tuple[Instance, float | None, Place]], plugins_place: Place
     ) -> PolicySpec | None:
-        parts: dict[str, list[PluginSpec]] = {"filter": self._always(), "scorer": [], "picker": []}
+        parts: dict[str, list[PluginSpec]] = {"scorer": [], "picker": []}
+        parts["filter"] = [_built_in("filter", name) for name in ALWAYS]
         for instance, weight, place in refs:
             lines = dict(instance.lines) | (
                 {"weight": self.report.line((*place, "weight"))} if weight is not None else {}
@@ -384,14 +383,9 @@ class Profiles(Struct, eq=False):
                     stands_for=instance.type if instance.entry else "",
                 )
                 parts[use.kind].append(spec)
-        picker = parts["picker"][0] if parts["picker"] else self._default_picker()
+        picker = parts["picker"][0] if parts["picker"] else _built_in("picker", SELECTION["picker"], near_tie=0.0)
         return PolicySpec(name=name, filters=tuple(parts["filter"]), scorers=tuple(parts["scorer"]), picker=picker)
 
-    def _always(self) -> list[PluginSpec]:
-        plugins = [self.registry.find("filter", name) for name in ALWAYS]
-        return [PluginSpec(kind="filter", type=f.type, name=f.type, given=f.params()) for f in plugins if f]
 
-    def _default_picker(self) -> PluginSpec:
-        picker = self.registry.find("picker", SELECTION["picker"])
-        assert picker is not None
-        return PluginSpec(kind="picker", type=picker.type, name=picker.type, given=picker.params(near_tie=0.0))
+def _built_in(kind: Kind, type: str, **parameters: Any) -> PluginSpec:
+    return PluginSpec(kind=kind, type=type, name=type, given=RegisteredPlugin(kind, type).params(**parameters))

@@ -92,9 +92,7 @@ def bands() -> Entry:
 
 
 def plugins() -> list[Entry]:
-    registry = Registry(list)
-    registered = (registry.find(kind, name) for kind, known in BUILTINS.items() for name in known)
-    return [_plugin(plugin) for plugin in registered if plugin is not None]
+    return [_plugin(RegisteredPlugin(kind, name)) for kind, known in BUILTINS.items() for name in known]
 
 
 def _registered(wanted: str) -> list[Entry]:

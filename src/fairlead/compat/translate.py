@@ -139,7 +139,6 @@ class Translator:
         self._root = root
         self._report = report
         self._base = base
-        self._registry = registry
         self._instances = Instances(report, registry)
         self._flow_gate = GATES["flowControl"]
         self._picker = ""
@@ -214,7 +213,7 @@ class Translator:
                     ("schedulingProfiles", i, "name"), f"a profile named '{shorten(profile.name)}' is there already"
                 )
             profiles.append((i, profile))
-        made = Profiles(profiles, bool(nodes), self._instances, self._report, self._registry, self._flow_gate)
+        made = Profiles(profiles, bool(nodes), self._instances, self._report, self._flow_gate)
         policy = made.policy()
         self._picker = made.picker
         if policy is not None and policy.picker and not policy.scorers and policy.picker.type == MaxScore.type:
