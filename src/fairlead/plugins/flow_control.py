@@ -14,19 +14,19 @@ from fairlead.core.view import FleetView
 from fairlead.plugins.params import NoParams, Params, Plain
 
 
-class GlobalStrict(Plain, Strict):
+class GlobalStrict(Plain[NoParams], Strict):
     """One queue per band, without fairness between tenants."""
 
     type = "global-strict"
 
 
-class RoundRobinFairness(Plain, RoundRobin):
+class RoundRobinFairness(Plain[NoParams], RoundRobin):
     """One request of each flow in turn."""
 
     type = "round-robin"
 
 
-class StartTimeFairness(Plain, StartTimeFair):
+class StartTimeFairness(Plain[NoParams], StartTimeFair):
     """The flow that got the least work goes first. The default."""
 
     type = "start-time-fair"
@@ -39,7 +39,7 @@ class StartTimeFairness(Plain, StartTimeFair):
 # * `least-work`: a request of w tokens is overtaken only by those that arrive within w / `ageing` seconds after it.
 
 
-class Fcfs(Plain):
+class Fcfs(Plain[NoParams]):
     """First come, first served."""
 
     type = "fcfs"
@@ -48,7 +48,7 @@ class Fcfs(Plain):
         return waiting.since
 
 
-class EarliestDeadline(Plain):
+class EarliestDeadline(Plain[NoParams]):
     """Earliest deadline first: the end of the time to live, or the client's TTFT objective."""
 
     type = "edf"
@@ -62,7 +62,7 @@ class LeastWorkParams(Params):
     ageing: float = Field(default=1000.0, gt=0, description="Uncached prompt tokens forgiven per second of waiting.")
 
 
-class LeastWork(Plain):
+class LeastWork(Plain[LeastWorkParams]):
     """The least predicted work first, with ageing. The default."""
 
     type = "least-work"
@@ -92,7 +92,7 @@ class StaticCeilingParams(Params):
     threshold: Ceiling = Field(default=1.0, description="Bands are served while the pool's saturation is below this.")
 
 
-class StaticCeiling(Plain):
+class StaticCeiling(Plain[StaticCeilingParams]):
     """The same ceiling for all bands."""
 
     type = "static-usage-limit-policy"
@@ -113,7 +113,7 @@ class HoldbackCeilingParams(Params):
     )
 
 
-class HoldbackCeiling(Plain):
+class HoldbackCeiling(Plain[HoldbackCeilingParams]):
     """A lower ceiling for lower bands, so that the rest stays free for higher bands."""
 
     type = "priority-holdback-policy"
@@ -141,7 +141,7 @@ class HoldbackCeiling(Plain):
 _LONGEST = 1000
 
 
-class ReflectiveCeiling(Plain):
+class ReflectiveCeiling(Plain[NoParams]):
     """The fuller the pool, the less often lower bands are served."""
 
     type = "soft-reflective-ceiling-policy"
@@ -168,7 +168,7 @@ class UtilizationDetectorParams(Params):
     )
 
 
-class UtilizationDetector(Plain):
+class UtilizationDetector(Plain[UtilizationDetectorParams]):
     """Mean of max(waiting / threshold, KV usage / threshold) over endpoints with fresh metrics."""
 
     type = "utilization-detector"
@@ -190,7 +190,7 @@ class ConcurrencyDetectorParams(Params):
     )
 
 
-class ConcurrencyDetector(Plain):
+class ConcurrencyDetector(Plain[ConcurrencyDetectorParams]):
     """Mean over endpoints of our own requests, prompt tokens or the larger of both, as a share of the maximum."""
 
     type = "concurrency-detector"

@@ -5,7 +5,7 @@ The sections of a configuration file use them, too.
 
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -65,17 +65,20 @@ class NoParams(Params):
     """For plugins without parameters."""
 
 
-class Plain:
+P = TypeVar("P", bound=Params)
+
+
+class Plain(Generic[P]):
     """The base of a plugin that needs only its parameters (`Params`), if any."""
 
     type: ClassVar[str]
     Params: ClassVar[Any] = NoParams
     weight = 1.0
 
-    def __init__(self, params: Any = None, name: str = "") -> None:
+    def __init__(self, params: P | None = None, name: str = "") -> None:
         super().__init__()
         self.name = name or self.type
-        self._params = self.Params() if params is None else params
+        self._params: P = self.Params() if params is None else params
 
 
 _UNIT = "(?:ms|us|s|secs?|seconds?|m|mins?|minutes?|h|hours?)"

@@ -11,7 +11,7 @@ from fairlead.core.policy import Cycle
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
 from fairlead.plugins.columns import entries
-from fairlead.plugins.params import Params, Plain
+from fairlead.plugins.params import NoParams, Params, Plain
 
 
 class MaxScoreParams(Params):
@@ -20,12 +20,11 @@ class MaxScoreParams(Params):
     )
 
 
-class MaxScore(Plain):
+class MaxScore(Plain[MaxScoreParams]):
     """The highest total; among those within `nearTie` of it, a random one."""
 
     type = "max-score"
     Params = MaxScoreParams
-    _params: MaxScoreParams
 
     def pick(self, request: Request, fleet: FleetView, totals: FloatColumn, cycle: Cycle) -> int:
         leader = totals.argmax()
@@ -50,12 +49,11 @@ class TopKParams(Params):
     k: int = Field(default=3, ge=1, description="How many of the best to choose from.")
 
 
-class TopK(Plain):
+class TopK(Plain[TopKParams]):
     """A random one of the `k` highest totals. Equal totals at the border of the `k` are also drawn at random."""
 
     type = "top-k"
     Params = TopKParams
-    _params: TopKParams
 
     def pick(self, request: Request, fleet: FleetView, totals: FloatColumn, cycle: Cycle) -> int:
         finite = totals > -np.inf
@@ -69,7 +67,7 @@ class TopK(Plain):
         return int(ties[int(cycle.rng.random() * len(ties))])
 
 
-class WeightedRandom(Plain):
+class WeightedRandom(Plain[NoParams]):
     """Probability proportional to the total; uniform over the candidates if every total is 0."""
 
     type = "weighted-random"
@@ -82,7 +80,7 @@ class WeightedRandom(Plain):
         return int(np.searchsorted(sums, drawn, side="right"))
 
 
-class RoundRobin(Plain):
+class RoundRobin(Plain[NoParams]):
     """The next candidate in slot order."""
 
     type = "round-robin"
@@ -95,7 +93,7 @@ class RoundRobin(Plain):
         return self._last
 
 
-class Uniform(Plain):
+class Uniform(Plain[NoParams]):
     """A random candidate, all with the same probability."""
 
     type = "random"

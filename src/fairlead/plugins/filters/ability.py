@@ -14,7 +14,7 @@ from fairlead.core.request import Request
 from fairlead.core.table import EndpointTable
 from fairlead.core.view import FleetView
 from fairlead.plugins.columns import LABEL, ContextRanges, unless_all
-from fairlead.plugins.params import Params, Plain
+from fairlead.plugins.params import NoParams, Params, Plain
 
 
 class RoleParams(Params):
@@ -142,7 +142,7 @@ class ContextLength:
 # Source: Gateway API Inference Extension, endpoint picker protocol 1.0.
 
 
-class Subset(Plain):
+class Subset(Plain[NoParams]):
     """Keeps endpoints whose address, or its host part, is in the request's subset."""
 
     type = "subset"
@@ -185,7 +185,7 @@ def _named(address: str, subset: frozenset[str]) -> bool:
 # with different context lengths, those too short for the prompt and the longest answer are left out, unless all are.
 
 
-class ModelCompatibility(Plain):
+class ModelCompatibility(Plain[NoParams]):
     """Keeps endpoints that can serve the request's model, and whose context is long enough if that of another is."""
 
     type = "model-compatibility"

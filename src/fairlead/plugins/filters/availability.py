@@ -19,7 +19,7 @@ class HealthParams(Params):
     failed_scrapes: int = Field(default=3, ge=1, description="Failed scrapes in a row that make an endpoint suspect.")
 
 
-class Health(Plain):
+class Health(Plain[HealthParams]):
     """Removes endpoints that failed several scrapes, or several recent responses, and those that hang.
 
     It never removes all endpoints: if all look unhealthy, the fault is more likely ours, and the pool must go on
@@ -29,7 +29,6 @@ class Health(Plain):
 
     type = "health"
     Params = HealthParams
-    _params: HealthParams
     stage = Stage.AVAILABILITY
     steady = True
 
@@ -53,7 +52,7 @@ class UtilizationParams(Params):
     headroom: float = Field(default=0.0, ge=0, description="How far past 1 an endpoint may be and still be kept.")
 
 
-class Utilization(Plain):
+class Utilization(Plain[UtilizationParams]):
     """Keeps endpoints with max(waiting / threshold, kv / threshold) < 1 + headroom; all if none is below.
 
     Source: the reference picker's utilization-detector, used as a filter.
@@ -61,7 +60,6 @@ class Utilization(Plain):
 
     type = "utilization"
     Params = UtilizationParams
-    _params: UtilizationParams
     stage = Stage.AVAILABILITY
 
     def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
@@ -97,7 +95,7 @@ class PrefixAffinityParams(Params):
     )
 
 
-class PrefixAffinity(Plain):
+class PrefixAffinity(Plain[PrefixAffinityParams]):
     """Keeps endpoints that hold at least `affinityThreshold` of the prompt; all if none does, or if these are too slow.
 
     Source: the reference picker's prefix-cache-affinity-filter, "sticky until saturated". The penalty only limits the
@@ -106,7 +104,6 @@ class PrefixAffinity(Plain):
 
     type = "prefix-affinity"
     Params = PrefixAffinityParams
-    _params: PrefixAffinityParams
     stage = Stage.AVAILABILITY
 
     def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
@@ -137,7 +134,7 @@ class SloTierParams(Params):
     )
 
 
-class SloTier(Plain):
+class SloTier(Plain[SloTierParams]):
     """Keeps endpoints whose predicted latency is within the SLOs; all if none is. Does nothing without an SLO.
 
     Source: the reference picker's slo-headroom-tier-filter. There, separate services predict; here, the fleet's
@@ -146,7 +143,6 @@ class SloTier(Plain):
 
     type = "slo-tier"
     Params = SloTierParams
-    _params: SloTierParams
     stage = Stage.AVAILABILITY
 
     def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:

@@ -22,12 +22,11 @@ class QueueDepthParams(Params):
     )
 
 
-class QueueDepth(Plain):
+class QueueDepth(Plain[QueueDepthParams]):
     """Keeps endpoints with fewer than `maxQueueLength` effectively waiting requests (scraped, corrected by our own)."""
 
     type = "queue-depth"
     Params = QueueDepthParams
-    _params: QueueDepthParams
     stage = Stage.LOAD
 
     def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
@@ -52,12 +51,11 @@ class MemoryPressureParams(Params):
     )
 
 
-class MemoryPressure(Plain):
+class MemoryPressure(Plain[MemoryPressureParams]):
     """Keeps endpoints with KV utilisation below `maxKVUtilization`; above 0.85 the score is lowered."""
 
     type = "memory-pressure"
     Params = MemoryPressureParams
-    _params: MemoryPressureParams
     stage = Stage.LOAD
 
     def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
@@ -84,7 +82,7 @@ class ConcurrencyParams(Params):
     headroom: float = Field(default=0.0, ge=0, description="How far past 1 an endpoint may be and still be kept.")
 
 
-class Concurrency(Plain):
+class Concurrency(Plain[ConcurrencyParams]):
     """Keeps endpoints with in-flight / maximum < 1 + headroom.
 
     Source: the reference picker's concurrency-detector, used as a filter.
@@ -92,7 +90,6 @@ class Concurrency(Plain):
 
     type = "concurrency"
     Params = ConcurrencyParams
-    _params: ConcurrencyParams
     stage = Stage.LOAD
 
     def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
@@ -125,12 +122,11 @@ class MetricLimitParams(Params):
     keep_missing: bool = Field(default=True, description="Keep endpoints that do not report the metric.")
 
 
-class MetricLimit(Plain):
+class MetricLimit(Plain[MetricLimitParams]):
     """Keeps endpoints where `metric operator value` holds. If none is left, the fallback chooses, as for load."""
 
     type = "metric-limit"
     Params = MetricLimitParams
-    _params: MetricLimitParams
     stage = Stage.LOAD
 
     def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:

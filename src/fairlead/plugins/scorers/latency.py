@@ -33,12 +33,11 @@ class PredictedLatencyParams(Params):
     )
 
 
-class PredictedLatency(Plain):
+class PredictedLatency(Plain[PredictedLatencyParams]):
     """Lowest prediction among the candidates / prediction: 1 for the fastest, 0.5 where it takes twice as long."""
 
     type = "predicted-latency"
     Params = PredictedLatencyParams
-    _params: PredictedLatencyParams
     weight = 30.0
 
     def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
@@ -76,7 +75,7 @@ class SloHeadroomParams(Params):
     composite_prefix_weight: Weight = Field(default=1.0, description="The weight of the prefix hit.")
 
 
-class SloHeadroom(Plain):
+class SloHeadroom(Plain[SloHeadroomParams]):
     """Headroom (the share of the SLOs that is left) scaled over the candidates that keep all SLOs, 0 for the others; if
     none keeps them, the smallest deficit scores highest.
 
@@ -85,7 +84,6 @@ class SloHeadroom(Plain):
 
     type = "slo-headroom"
     Params = SloHeadroomParams
-    _params: SloHeadroomParams
 
     def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
         candidates = cycle.get(CANDIDATES)

@@ -8,10 +8,10 @@ from fairlead.core.policy import CANDIDATES, Cycle, prefix_share
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
 from fairlead.plugins.columns import lower_is_better, not_negative
-from fairlead.plugins.params import Params, Plain
+from fairlead.plugins.params import NoParams, Params, Plain
 
 
-class Queue(Plain):
+class Queue(Plain[NoParams]):
     """(most - waiting) / (most - fewest), 1 if all are equal. One request more or less can be the whole range."""
 
     type = "queue"
@@ -27,7 +27,7 @@ class QueueThresholdParams(Params):
     threshold: int = Field(default=128, ge=1, description="Waiting requests at which the score reaches 0.")
 
 
-class QueueThreshold:
+class QueueThreshold(Plain[QueueThresholdParams]):
     """0.5 · (1 - waiting / threshold), at least 0. The best score is 0.5, half of that of other scorers.
 
     Source: the reference picker's load-aware-scorer.
@@ -35,17 +35,16 @@ class QueueThreshold:
 
     type = "queue-threshold"
     Params = QueueThresholdParams
-    weight = 1.0
 
     def __init__(self, params: QueueThresholdParams, name: str = type) -> None:
-        self.name = name
+        super().__init__(params, name)
         self._per_request = scalar(0.5 / params.threshold)
 
     def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
         return not_negative(_BEST - self._per_request * fleet.table.queue)
 
 
-class RunningRequests(Plain):
+class RunningRequests(Plain[NoParams]):
     """(most - running) / (most - fewest), 1 if all are equal."""
 
     type = "running-requests"
@@ -63,7 +62,7 @@ class ActiveRequestsParams(Params):
     )
 
 
-class ActiveRequests(Plain):
+class ActiveRequests(Plain[ActiveRequestsParams]):
     """1 for idle endpoints, else (most - count) / most · `maxBusyScore`, over the candidates.
 
     Source: the reference picker's active-request-scorer. Counts are leases: charged at the decision, released at the
@@ -72,7 +71,6 @@ class ActiveRequests(Plain):
 
     type = "active-requests"
     Params = ActiveRequestsParams
-    _params: ActiveRequestsParams
 
     def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
         count, candidates, idle = fleet.table.inflight, cycle.get(CANDIDATES), self._params.idle_threshold
@@ -130,20 +128,18 @@ class InflightTokensParams(Params):
     )
 
 
-class InflightTokens:
+class InflightTokens(Plain[InflightTokensParams]):
     """1 - (uncached tokens charged and not yet prefilled + those of this request) / threshold, at least 0."""
 
     type = "inflight-tokens"
     Params = InflightTokensParams
-    weight = 1.0
 
     def __init__(self, params: InflightTokensParams, name: str = type) -> None:
-        self.name = name
-        self._threshold = params.threshold_tokens
+        super().__init__(params, name)
         self._per_token = scalar(1.0 / params.threshold_tokens)
 
     def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
-        own = request.prompt_tokens / self._threshold
+        own = request.prompt_tokens / self._params.threshold_tokens
         score = scalar(1.0 - own) - self._per_token * fleet.table.pending_tokens
         share = prefix_share(request, fleet, cycle)
         if share is not None:
@@ -151,7 +147,7 @@ class InflightTokens:
         return not_negative(score)
 
 
-class KvUtilization(Plain):
+class KvUtilization(Plain[NoParams]):
     """1 - share of KV blocks held by running requests, as scraped."""
 
     type = "kv-utilization"

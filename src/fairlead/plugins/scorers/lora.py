@@ -7,7 +7,7 @@ from fairlead.core.policy import Cycle
 from fairlead.core.request import Request
 from fairlead.core.table import EndpointTable
 from fairlead.core.view import FleetView
-from fairlead.plugins.params import Plain
+from fairlead.plugins.params import NoParams, Plain
 
 
 def _is_adapter(model: str, table: EndpointTable) -> bool:
@@ -17,7 +17,7 @@ def _is_adapter(model: str, table: EndpointTable) -> bool:
     return not np.count_nonzero(table.base(model))
 
 
-class LoraAware(Plain):
+class LoraAware(Plain[NoParams]):
     """1 where the adapter is loaded, 0.5 where a slot is free, else 0. No score if no adapter is requested."""
 
     type = "lora-aware"
@@ -37,7 +37,7 @@ class LoraAware(Plain):
 LOADED, FREE_SLOT, WAITING = 1.0, 0.8, 0.6
 
 
-class LoraAffinity(Plain):
+class LoraAffinity(Plain[NoParams]):
     """1 where the adapter is loaded, 0.8 where a slot is free, 0.6 where requests already wait for it, else 0.
 
     No score if no adapter is requested. Source: the reference picker's lora-affinity-scorer.

@@ -28,12 +28,11 @@ class MetricParams(Params):
         return self
 
 
-class Metric(Plain):
+class Metric(Plain[MetricParams]):
     """The metric's position between the ends of `range`, 1 at the better end. Values outside of the range are cut."""
 
     type = "metric"
     Params = MetricParams
-    _params: MetricParams
 
     def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
         params = self._params
@@ -55,7 +54,7 @@ class ContextLengthScorerParams(Params):
     label: str = Field(default=LABEL, description="Label with the range, in tokens.")
 
 
-class ContextLengthScorer:
+class ContextLengthScorer(Plain[ContextLengthScorerParams]):
     """In range 0.3 + 0.7 · (0.7 / (1 + width/10000) + 0.3 · headroom/width); outside 0.3 / (1 + distance/1000); 0.5
     without a label.
 
@@ -65,10 +64,9 @@ class ContextLengthScorer:
 
     type = "context-length"
     Params = ContextLengthScorerParams
-    weight = 1.0
 
     def __init__(self, params: ContextLengthScorerParams, name: str = type) -> None:
-        self.name = name
+        super().__init__(params, name)
         self._ranges = ContextRanges(params.label)
 
     def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:

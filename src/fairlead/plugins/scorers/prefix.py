@@ -25,7 +25,7 @@ class PrefixAwareParams(Params):
     )
 
 
-class PrefixAware(Plain):
+class PrefixAware(Plain[PrefixAwareParams]):
     """The share of the prompt, from its beginning, that is cached: 0..1."""
 
     type = "prefix-aware"
@@ -50,7 +50,7 @@ class PrefixLengthParams(Params):
     match_length_scale_tokens: int = Field(default=8192, ge=1, description="Matched tokens that count as full.")
 
 
-class PrefixLength(Plain):
+class PrefixLength(Plain[PrefixLengthParams]):
     """w · min(1, matched tokens / scale)² + (1 - w) · matched share.
 
     Source: the reference picker's prefix-cache-scorer.
@@ -58,7 +58,6 @@ class PrefixLength(Plain):
 
     type = "prefix-length"
     Params = PrefixLengthParams
-    _params: PrefixLengthParams
 
     def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
         share = prefix_share(request, fleet, cycle)
@@ -73,7 +72,7 @@ class NoHitLruParams(Params):
     lru_size: int = Field(default=1024, ge=1, description="Endpoints whose last cold request is remembered.")
 
 
-class NoHitLru:
+class NoHitLru(Plain[NoHitLruParams]):
     """For a prompt that is cached nowhere (cold), scores fall from 1 to 0: first the endpoints that never got a cold
     prompt, in pool order, then the others, the least recent first. For other prompts 0.5 for all.
 
@@ -82,11 +81,9 @@ class NoHitLru:
 
     type = "no-hit-lru"
     Params = NoHitLruParams
-    weight = 1.0
 
     def __init__(self, params: NoHitLruParams, name: str = type) -> None:
-        self.name = name
-        self._size = params.lru_size
+        super().__init__(params, name)
         #: Endpoint ids in the order of their last cold request.
         self._used: dict[str, None] = {}
 
@@ -108,5 +105,5 @@ class NoHitLru:
             name = fleet.table.ids[slot]
             self._used.pop(name, None)
             self._used[name] = None
-            if len(self._used) > self._size:
+            if len(self._used) > self._params.lru_size:
                 del self._used[next(iter(self._used))]
