@@ -5,7 +5,6 @@ The service `liveness` is SERVING as long as the process answers. `readiness`, t
 could take over. For unknown services, `Check` ends with NOT_FOUND, and `Watch` sends SERVICE_UNKNOWN and stays open.
 """
 
-from collections.abc import Mapping
 from enum import IntEnum
 
 from fairlead.core.errors import ProtocolError
@@ -65,7 +64,7 @@ class HealthService:
         return len(self._watchers)
 
     def routes(self) -> Routes:
-        return {CHECK: self._check, WATCH: self._watch}
+        return {CHECK: lambda stream, _: _Check(self, stream), WATCH: lambda stream, _: _Watch(self, stream)}
 
     def set_ready(self, ready: bool, warm: bool | None = None) -> None:
         """Set the state, and notify all watchers whose service changes. `warm`: the process could take over
@@ -97,12 +96,6 @@ class HealthService:
         if service == WARM:
             return ServingStatus.SERVING if self._warm else ServingStatus.NOT_SERVING
         return ServingStatus.SERVICE_UNKNOWN
-
-    def _check(self, stream: ServerStream, headers: Mapping[str, str]) -> "_Check":
-        return _Check(self, stream)
-
-    def _watch(self, stream: ServerStream, headers: Mapping[str, str]) -> "_Watch":
-        return _Watch(self, stream)
 
 
 class _Check:

@@ -132,7 +132,7 @@ def read_struct(data: bytes, pos: int, end: int, depth: int = 0) -> dict[str, Js
 def _read_value(data: bytes, pos: int, end: int, depth: int) -> Json:
     for number_, a, b in fields(data, pos, end):
         if number_ == 2 and b < 0:  # double, little-endian bits
-            return _double(a)
+            return float(struct.unpack("<d", a.to_bytes(8, "little"))[0])
         if number_ == 3 and b >= 0:
             return data[a:b].decode("utf-8", "replace")
         if number_ == 4 and b < 0:
@@ -144,10 +144,6 @@ def _read_value(data: bytes, pos: int, end: int, depth: int) -> Json:
                 raise ProtocolError("a list is nested too deeply")
             return [_read_value(data, x, y, depth + 1) for n, x, y in fields(data, a, b) if n == 1 and y >= 0]
     return None
-
-
-def _double(bits: int) -> float:
-    return float(struct.unpack("<d", bits.to_bytes(8, "little"))[0])
 
 
 def string_struct(entries: dict[str, bytes]) -> bytes:

@@ -132,14 +132,12 @@ class _Load:
             return
         try:
             step(*arguments)
-            if self._idle() and not self._finished.done():
+            idle = self._next is None and not self._waiting and not self._client.in_flight
+            if idle and not self._finished.done():
                 self._finished.set_result(None)
         except Exception as error:
             if not self._finished.done():
                 self._finished.set_exception(error)
-
-    def _idle(self) -> bool:
-        return self._next is None and not self._waiting and not self._client.in_flight
 
     def _begin(self) -> None:
         if self._closed_loop is None:
