@@ -27,6 +27,7 @@ from fairlead.config.schema import (
     Autoscaling,
     EngineNames,
     Kubernetes,
+    KvCurve,
     KvEvents,
     Metrics,
     Models,
@@ -400,8 +401,20 @@ def _check_kv_events(section: KvEvents, report: Report) -> None:
         hint = "set PYTHONHASHSEED on the servers and hashSeed here"
         report.add(("kvEvents", "hashAlgorithm"), "without a seed these hashes are random", hint)
     _check_indexer(section, report)
-    if section.curve is not None and not section.bind and not section.curve.server_key:
-        report.add(("kvEvents", "curve"), "to connect, the publishers' public key is needed", "set serverKey")
+    if section.curve is not None:
+        _check_curve(section.curve, bool(section.bind), report)
+
+
+def _check_curve(curve: KvCurve, bound: bool, report: Report) -> None:
+    """`bound`: publishers connect to Fairlead, so it must know their keys."""
+    place, unused = ("kvEvents", "curve"), "serverKey" if bound else "clientsFile"
+    if bound and not curve.clients_file:
+        hint = "set clientsFile: one public key per line"
+        report.add(place, "without the publishers' public keys, anyone may connect to bind:", hint)
+    if not bound and not curve.server_key:
+        report.add(place, "to connect, the publishers' public key is needed", "set serverKey")
+    if curve.server_key and curve.clients_file:
+        report.note((*place, unused), f"has no effect {'with' if bound else 'without'} bind:")
 
 
 def _check_indexer(section: KvEvents, report: Report) -> None:

@@ -405,9 +405,9 @@ class KvCurve(Section):
 
     public_key_file: RelativePath = Field(description="File with Fairlead's public key.")
     secret_key_file: RelativePath = Field(description="File with Fairlead's secret key.")
-    server_key: str = Field(default="", description="The publishers' public key, if Fairlead connects to them.")
+    server_key: str = Field(default="", description="Without `bind`: the publishers' public key.")
     clients_file: RelativePath = Field(
-        default="", description="File with the public keys of publishers that may connect (`bind`), one per line."
+        default="", description="With `bind`: file with the public keys of publishers that may connect, one per line."
     )
 
 

@@ -69,6 +69,21 @@ def test_a_schedulers_configuration_serves_an_indexer_too() -> None:
     assert not (found.kubernetes.leader_election.enabled or found.kubernetes.models or found.kubernetes.status)
 
 
+def test_an_address_to_connect_to_needs_the_keys_of_publishers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "f.yaml"
+    public, secret = zmq.curve_keypair()
+    (tmp_path / "public").write_bytes(public)
+    (tmp_path / "secret").write_bytes(secret)
+    curve = f"{{publicKeyFile: public, secretKeyFile: secret, serverKey: '{public.decode()}'}}"
+    file.write_text(FILE + f"kvEvents: {{curve: {curve}}}\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["indexer", str(file), "--listen", "127.0.0.1:0", "--bind", "tcp://127.0.0.1:*"])
+    assert ended.value.code == 2
+    assert "$.kvEvents.curve.clientsFile" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::"])
 def test_a_taken_port_and_an_open_one_are_said(host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "f.yaml"

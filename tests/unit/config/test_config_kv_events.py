@@ -25,6 +25,7 @@ def test_it_is_off_unless_asked_for() -> None:
         ("{port: 5557, bind: 'tcp://0.0.0.0:5555'}", "$.kvEvents.bind"),
         ("{keys: engine, hashAlgorithm: xxhash}", "$.kvEvents.hashAlgorithm"),
         ("{curve: {publicKeyFile: a, secretKeyFile: b}}", "$.kvEvents.curve"),
+        ("{bind: 'tcp://*:5555', curve: {publicKeyFile: a, secretKeyFile: b, serverKey: c}}", "$.kvEvents.curve"),
         ("{hashAlgorithm: md5}", "$.kvEvents.hashAlgorithm"),
         ("{port: 70000}", "$.kvEvents.port"),
         ("{check: 2}", "$.kvEvents.check"),
@@ -33,6 +34,19 @@ def test_it_is_off_unless_asked_for() -> None:
 )
 def test_what_does_not_fit_is_told_where_it_stands(text: str, path: str) -> None:
     assert [problem.path for problem in problems(ONE + f"kvEvents: {text}")] == [path]
+
+
+@pytest.mark.parametrize(
+    ("bind", "note"),
+    [
+        ("bind: 'tcp://*:5555'", "$.kvEvents.curve.serverKey: has no effect with bind:"),
+        ("port: 5557", "$.kvEvents.curve.clientsFile: has no effect without bind:"),
+    ],
+)
+def test_keys_of_the_other_direction_are_noted(bind: str, note: str) -> None:
+    curve = "{publicKeyFile: a, secretKeyFile: b, serverKey: c, clientsFile: d}"
+    notes = load(ONE + f"kvEvents: {{{bind}, curve: {curve}}}").notes
+    assert note in [f"{noted.path}: {noted.message}" for noted in notes]
 
 
 def test_random_hashes_do_not_matter_to_own_keys() -> None:

@@ -139,7 +139,7 @@ class KvListening(Knowledge):
         """Raises `ConfigError` if something that is configured cannot be used."""
         settings = self._settings
         self._loop = asyncio.get_running_loop()
-        self._curve, clients = _keys(settings.curve)
+        self._curve, clients = _keys(settings.curve, bool(settings.bind))
         await super().start(stack)
         self._session = await stack.enter_async_context(aiohttp.ClientSession())
         self._events = await stack.enter_async_context(KvSubscriber(self.exact.index))
@@ -397,18 +397,20 @@ def _unusable(reason: str) -> None:
     log.warning("cannot use the snapshot of the KV index", reason=reason)
 
 
-def _keys(settings: KvCurve | None) -> tuple[Curve | None, list[str] | None]:
-    """Our own CURVE keys, and the public keys of publishers that may connect; `None` = no CURVE, or any publisher.
-    Raises `ConfigError`."""
+def _keys(settings: KvCurve | None, bound: bool) -> tuple[Curve | None, list[str] | None]:
+    """Our own CURVE keys, and the public keys of publishers that may connect; `None` = no CURVE. `bound`: publishers
+    connect. Raises `ConfigError`."""
     if settings is None:
         return None, None
     public = _words(settings.public_key_file, "publicKeyFile")
     secret = _words(settings.secret_key_file, "secretKeyFile")
     try:
-        curve = Curve("".join(public), "".join(secret), settings.server_key)
+        curve = Curve("".join(public), "".join(secret), "" if bound else settings.server_key)
     except ConfigError as error:
         raise ConfigError(str(error), "$.kvEvents.curve") from None
-    return curve, _words(settings.clients_file, "clientsFile") if settings.clients_file else None
+    if bound and not settings.clients_file:  # `fairlead indexer --bind`
+        raise ConfigError("needed, because publishers connect", "$.kvEvents.curve.clientsFile")
+    return curve, _words(settings.clients_file, "clientsFile") if bound else None
 
 
 def _words(path: str, field: str) -> list[str]:

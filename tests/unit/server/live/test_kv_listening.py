@@ -2,8 +2,10 @@
 
 import asyncio
 import errno
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from fairlead.core.kv.snapshot import Place, save
 from fairlead.core.kv.tiers import Tier
 from fairlead.core.request import Usage
 from fairlead.lab.stub.kv_publisher import KvEventsConfig, KvPublisher
-from fairlead.pool.kv_events.discovery import KvSource
+from fairlead.pool.kv_events.discovery import Curve, KvSource
 from fairlead.pool.kv_events.feed import Sync
 from fairlead.pool.kv_events.subscriber import KvSubscriber
 from fairlead.server.live import kv
@@ -301,6 +303,39 @@ async def test_publishers_that_dial_in_must_be_of_the_pool(start: Start, caplog:
     await world.until(lambda: world.index.entries == 0)
 
 
+def write_keys(directory: Path) -> dict[str, tuple[str, str]]:
+    """Make key pairs of Fairlead (`own`) and two publishers, of which `listed` may connect. Returns them by name."""
+    pairs = {name: tuple(key.decode() for key in zmq.curve_keypair()) for name in ("own", "listed", "other")}
+    (directory / "public").write_text(pairs["own"][0] + "\n")
+    (directory / "secret").write_text(pairs["own"][1] + "\n")
+    (directory / "clients").write_text(f"# publishers\n{pairs['listed'][0]}\n")
+    return pairs
+
+
+def curve_of(directory: Path, **more: str) -> str:
+    """The section `curve` for keys of `write_keys`."""
+    files = {"publicKeyFile": "public", "secretKeyFile": "secret", "clientsFile": "clients"}
+    return json.dumps({name: str(directory / file) for name, file in files.items()} | more)
+
+
+async def test_a_server_key_does_not_let_others_connect(start: Start, tmp_path: Path) -> None:
+    pairs, port = write_keys(tmp_path), free_ports(1)[0]
+    curve = curve_of(tmp_path, serverKey=pairs["other"][0])
+    world = await start(f"{{enabled: true, bind: 'tcp://127.0.0.1:{port}', curve: {curve}}}")
+    listed, other = (world.up(name, f"{name}:80") for name in ("listed", "other"))
+    dial = {"events": f"tcp://127.0.0.1:{port}", "replay": "", "connect": True}
+    bad = world.publisher("other", **dial, curve=Curve(*pairs["other"]))  # as the CURVE server of the connection
+    good = world.publisher("listed", **dial, curve=Curve(*pairs["listed"], pairs["own"][0]))
+    async with asyncio.timeout(10):
+        for digest in count(1):
+            store(bad, digest)
+            store(good, digest)
+            await asyncio.sleep(0.01)
+            if sum(cache.blocks for cache in world.index.caches_of(listed)) == 20:
+                break
+    assert not list(world.index.caches_of(other))
+
+
 async def test_ranks_of_a_pod_that_are_endpoints(start: Start) -> None:
     """All may dial in under the name of the first, each on its own port. The name counts more than the number in
     batches."""
@@ -445,7 +480,7 @@ async def test_a_damaged_snapshot_is_left_alone(start: Start, tmp_path: Path, ca
     ("text", "path"),
     [
         ("{enabled: true, bind: 'tcp://999.0.0.1:1'}", "$.kvEvents.bind"),
-        ("{enabled: true, bind: 'tcp://127.0.0.1:*', curve: {publicKeyFile: /no/such, secretKeyFile: /no/such}}",
+        ("{enabled: true, bind: 'tcp://127.0.0.1:*', curve: {publicKeyFile: /x, secretKeyFile: /x, clientsFile: /x}}",
          "$.kvEvents.curve.publicKeyFile"),
         ("{enabled: true, curve: {publicKeyFile: /dev/null, secretKeyFile: /dev/null, serverKey: x}}",
          "$.kvEvents.curve"),
