@@ -143,7 +143,7 @@ def render(decision: DecisionRecord, outcome: OutcomeRecord | None, max_shown: i
         "predicted_hit_tokens": decision.hit_tokens,
         "best_hit_tokens": decision.best_hit_tokens,
         "overloaded": decision.overloaded,
-        "forecast": None if (forecast := _made(decision)) is None else _forecast(forecast),
+        "forecast": None if (forecast := forecast_of(decision)) is None else _forecast(forecast),
         "waiting": None if decision.trace is None or decision.trace.waited is None else _waited(decision.trace.waited),
         "split": None if decision.trace is None else _split(decision.trace.split, decision.endpoint),
         "trace": None if decision.trace is None else _trace(decision.trace, decision.endpoint, max_shown),
@@ -193,7 +193,7 @@ def _split(split: SplitCosts | None, endpoint: str) -> dict[str, Any] | None:
     return None if split is None else {**msgspec.to_builtins(split), "why": [why_split(split, endpoint)]}
 
 
-def _made(decision: DecisionRecord) -> Forecast | None:
+def forecast_of(decision: DecisionRecord) -> Forecast | None:
     """The forecast; `None` = there is none. A request that is split into prefill and decode has none, because the time
     of the transfer is not known."""
     return decision.forecast if decision.forecast is not None and decision.forecast.ttft_ms > 0.0 else None
@@ -287,7 +287,7 @@ def plain(explanation: Explanation) -> dict[str, Any]:
 def prediction(decision: DecisionRecord, outcome: OutcomeRecord | None) -> dict[str, Any] | None:
     """How good the forecast was; `None` = there was no forecast. Times to first token begin when the request was sent,
     after `queued_ms` and `asked_ms`. Ratios are actual / predicted; `None` = unknown, or another endpoint answered."""
-    forecast = _made(decision)
+    forecast = forecast_of(decision)
     if forecast is None:
         return None
     ttft = round(outcome.sent_ttft_ms, 6) if outcome is not None and outcome.ttft_ms >= 0 else None

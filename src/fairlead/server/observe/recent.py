@@ -77,11 +77,12 @@ class EndpointSums(Struct, frozen=True, gc=False):
     routed: float = 0.0
     prompt_tokens: float = 0.0
     hit_tokens: float = 0.0
-    #: Streamed answers with a forecast, their predicted and actual milliseconds from sending to the first token, and
-    #: how many were within the 90 % band.
+    #: Streamed answers, and their milliseconds from sending to the first token; those with a forecast, their predicted
+    #: milliseconds, and how many were within the 90 % band.
+    streamed: float = 0.0
+    actual_ms: float = 0.0
     judged: float = 0.0
     predicted_ms: float = 0.0
-    actual_ms: float = 0.0
     inside: float = 0.0
     #: Answers that reported cached tokens: predicted tokens, reported tokens, and the sum of the differences.
     predicted_hit: float = 0.0
@@ -91,7 +92,7 @@ class EndpointSums(Struct, frozen=True, gc=False):
 
 
 _NOTHING = EndpointSums()
-_OUTCOME_ZEROS = (0.0,) * 8
+_OUTCOME_ZEROS = (0.0,) * 9
 Traffic = tuple[str, str, int]
 
 
@@ -127,16 +128,19 @@ class Recent:
 
     def on_outcome(self, record: OutcomeRecord) -> None:
         now, forecast = record.at, record.forecast
-        judged = predicted = actual = inside = 0.0
-        if record.request.stream and record.ttft_ms >= 0.0 and forecast is not None and forecast.ttft_ms > 0.0:
-            judged, predicted, actual = 1.0, forecast.ttft_ms, record.sent_ttft_ms
-            inside = float(forecast.low_ms <= actual <= forecast.high_ms)
+        streamed = actual = judged = predicted = inside = 0.0
+        if record.request.stream and record.ttft_ms >= 0.0:
+            streamed, actual = 1.0, record.sent_ttft_ms
+            if forecast is not None and forecast.ttft_ms > 0.0:
+                judged, predicted = 1.0, forecast.ttft_ms
+                inside = float(forecast.low_ms <= actual <= forecast.high_ms)
         expected = reported = apart = 0.0
         if record.cached_tokens >= 0:
             expected, reported = record.hit_tokens, record.cached_tokens
             apart = abs(expected - reported)
         failed = float(record.failed)
-        sums = (1.0, 0.0, 0.0, 0.0, judged, predicted, actual, inside, expected, reported, apart, failed)
+        timed = streamed, actual, judged, predicted, inside
+        sums = (1.0, 0.0, 0.0, 0.0, *timed, expected, reported, apart, failed)
         self._endpoints.add(record.endpoint, now, sums)
 
     def move(self, now: float) -> None:

@@ -25,7 +25,7 @@ from fairlead.core.queues import Band
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.stalls import LEVELS, level_name
 from fairlead.server.observe import snapshot_shape as shape
-from fairlead.server.observe.decisions import answered_by, request_number
+from fairlead.server.observe.decisions import answered_by, forecast_of, request_number
 from fairlead.server.observe.endpoint_history import STEP, EndpointPoint
 from fairlead.server.observe.history import POINT, History, Out
 from fairlead.server.observe.instruments import OTHER, Counter, Family, Gauge
@@ -81,7 +81,7 @@ def endpoint_rows(
                 sent=recent.per_minute(sums.routed, now),
                 hit_rate=_share(sums.hit_tokens, sums.prompt_tokens),
                 predicted_ms=_share(sums.predicted_ms, sums.judged),
-                actual_ms=_share(sums.actual_ms, sums.judged),
+                actual_ms=_share(sums.actual_ms, sums.streamed),
                 judged=int(sums.judged),
                 inside=_share(sums.inside, sums.judged),
                 failed=int(sums.failed),
@@ -184,7 +184,7 @@ def flow_rows(band: Band, now: float) -> list[shape.FlowRow]:
 
 
 def decision(wall: float, decision: DecisionRecord, outcome: OutcomeRecord | None) -> shape.DecisionRow:
-    request, forecast = decision.request, decision.forecast
+    request, forecast = decision.request, forecast_of(decision)
     return shape.DecisionRow(
         id=request.id,
         at=decision.at + wall,

@@ -66,8 +66,8 @@ class EndpointRow(Struct, frozen=True, kw_only=True, gc=False):
     #: `None` = it held less than a second.
     sent: int | None
     hit_rate: float | None
-    #: Streamed answers of the last minute: the mean times from sending to the first token, predicted and actual; their
-    #: number; the share within the forecast's 90 % band.
+    #: Streamed answers of the last minute: the mean times from sending to the first token, predicted and actual; the
+    #: number of those with a forecast, which pairs lack; the share of these within the forecast's 90 % band.
     predicted_ms: float | None
     actual_ms: float | None
     judged: int

@@ -28,6 +28,7 @@ from fairlead.core import apis
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.request import Request
 from fairlead.gateway import traceparent as w3c
+from fairlead.server.observe.decisions import forecast_of
 from fairlead.server.observe.log import get
 
 if TYPE_CHECKING:
@@ -251,8 +252,8 @@ def _chosen(record: DecisionRecord) -> dict[str, Attribute]:
             attributes["server.port"] = int(port)
     if record.prefill:
         attributes["fairlead.prefill_endpoint"] = record.prefill
-    if record.forecast is not None:
-        attributes["fairlead.predicted_ttft_ms"] = record.forecast.ttft_ms
+    if forecast := forecast_of(record):
+        attributes["fairlead.predicted_ttft_ms"] = forecast.ttft_ms
     return attributes
 
 

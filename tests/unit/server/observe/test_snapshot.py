@@ -46,18 +46,20 @@ class Pool:
         ends: bool = True,
         status: int = 200,
         refused: Refused = REFUSED,
+        prefill: str = "",
         **fields,
     ) -> None:
         """Decide about a request, and end it 50 ms later. Without an endpoint it is `refused`."""
         shown = {"model": "m", "prompt_tokens": 200, "stream": True} | fields
         request = Request(id=number, arrived=self.now, **shown)
-        forecast = Forecast(ttft_ms=20.0, low_ms=10.0, high_ms=40.0)
+        forecast = Forecast() if prefill else Forecast(ttft_ms=20.0, low_ms=10.0, high_ms=40.0)
         record = DecisionRecord(
             request=request,
             at=self.now,
             policy="p",
             endpoint=endpoint,
             address="x:1" if endpoint else "",
+            prefill=prefill,
             hit_tokens=50 if endpoint else 0,
             outcome="routed" if endpoint else refused.reason,
             status=200 if endpoint else refused.status,
@@ -129,6 +131,16 @@ def test_an_endpoint_says_what_is_known_of_it(pool):
         0,
         *[None] * 3,
     )
+
+
+def test_a_pair_has_a_first_token_and_no_forecast(pool):
+    pool.maker.begin()
+    pool.serve(1, prefill="default/b")
+    pool.now += 1.0
+    shot = pool.maker.take()
+    row, (a, _) = shot.decisions[0], shot.endpoints
+    assert (row.predicted_ms, row.ttft_ms) == (None, 30.0)
+    assert (a.predicted_ms, a.actual_ms, a.judged, a.inside) == (None, 30.0, 0, None)
 
 
 def test_the_models_of_an_endpoint_without_label_are_those_that_it_lists(pool):

@@ -118,6 +118,13 @@ def test_a_request_that_waited(traced: Traced) -> None:
     assert traced.tracing.trace_id(asked.id) == f"{TRACE:032x}"
 
 
+def test_a_pair_has_no_forecast(traced: Traced) -> None:
+    traced.tracing.on_decision(routed(traced.arrive(), prefill="ns/vllm-1", forecast=Forecast()), 0.002)
+    chosen = traced.spans()["fairlead.decision"].attributes or {}
+    assert chosen["fairlead.prefill_endpoint"] == "ns/vllm-1"
+    assert "fairlead.predicted_ttft_ms" not in chosen
+
+
 def test_an_unstreamed_answer_ends_no_earlier_than_it_began(traced: Traced) -> None:
     asked = traced.arrive(stream=False)
     traced.tracing.on_outcome(ended(asked, ttft_ms=14.244, duration_ms=14.0))
