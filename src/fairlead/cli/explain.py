@@ -143,6 +143,8 @@ def _state(candidate: "Candidate") -> tuple[str, str, str, str]:
 def _tie(candidate: "Candidate") -> str:
     from fairlead.core.explain import needed_to_tie
 
+    if candidate.part:
+        return candidate.part
     if candidate.removed_by:
         return f"filtered out by {', '.join(candidate.removed_by)}"
     if candidate.behind is None or candidate.behind <= 0.0:

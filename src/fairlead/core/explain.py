@@ -23,6 +23,7 @@ from msgspec import Struct
 
 from fairlead.core.columns import BoolColumn, FloatColumn
 from fairlead.core.cost import Weights, parts
+from fairlead.core.endpoint import Endpoint
 from fairlead.core.policy import Context, CostPolicy, Cycle, Explainable, Picked, Policy
 from fairlead.core.prefix import AS_FREE
 from fairlead.core.profile import estimate
@@ -50,6 +51,8 @@ class Candidate(Struct, frozen=True, kw_only=True):
     chosen: bool
     #: The filters that removed it.
     removed_by: tuple[str, ...] = ()
+    #: What an endpoint that only prefills had to do with a split, in words; `removed_by` then has the filter by role.
+    part: str = ""
     #: Whether it hung: `suspect` or `out` (`fairlead.core.stalls`); empty = it did not.
     hung: str = ""
     cached_tokens: int = 0
@@ -94,7 +97,7 @@ def why(candidates: Sequence[Candidate], unit: str, prefill: str = "") -> list[s
     cached. `prefill`: id of the endpoint that computes the prompt; empty = the chosen one."""
     if not candidates or not candidates[0].chosen:
         return ["no endpoint was chosen"]
-    chosen, unchosen = candidates[0], candidates[1:]
+    chosen, unchosen = candidates[0], [candidate for candidate in candidates[1:] if not candidate.part]
     rated = [candidate for candidate in unchosen if candidate.total is not None and not _gone(candidate)]
     if chosen.total is None:
         return [f"{chosen.endpoint} was taken without being rated: everything else was filtered out or overloaded"]
@@ -113,7 +116,9 @@ def why(candidates: Sequence[Candidate], unit: str, prefill: str = "") -> list[s
     closed = sum(candidate.removed_by == (FLOW_CONTROL,) for candidate in unchosen)
     if closed:
         lines.append(f"{closed} of {len(candidates)} endpoints were not open")
-    return lines or [f"{chosen.endpoint} was the only endpoint"]
+    return lines or [
+        f"{chosen.endpoint} was the only endpoint{' that decodes' if len(unchosen) < len(candidates) - 1 else ''}"
+    ]
 
 
 def _gone(candidate: Candidate) -> bool:
@@ -323,16 +328,21 @@ def _candidates(
     held = np.zeros(len(table)) if view.held is None else view.held
     rated = [slot for slot in range(len(table)) if table.endpoints[slot] is not None]
     order = sorted(rated, key=lambda slot: (slot != chosen, -_rank(float(totals[slot])), slot))
+    removed_by = {
+        slot: (
+            *(name for name, mask in trace.filters if not mask[slot]),
+            *(["infinite cost"] if -np.inf < totals[slot] < -_INFINITE else []),
+        )
+        for slot in rated
+    }
     behind = totals[chosen] - totals if chosen >= 0 else np.full(len(table), np.nan)
     cached, queued = limits.find(order) if limits else ({}, {})
     return tuple(
         Candidate(
             endpoint=trace.endpoints[slot],
             chosen=slot == chosen,
-            removed_by=(
-                *(name for name, mask in trace.filters if not mask[slot]),
-                *(["infinite cost"] if -np.inf < totals[slot] < -_INFINITE else []),
-            ),
+            removed_by=removed_by[slot],
+            part=_part(trace.split, table.endpoints[slot], removed_by[slot]),
             hung=level_name(table.suspicion[slot]) if table.suspicion[slot] else "",
             cached_tokens=int(held[slot] * request.prompt_tokens),
             queued_requests=float(table.queue[slot]),
@@ -348,6 +358,12 @@ def _candidates(
         )
         for slot in order
     )
+
+
+def _part(split: SplitCosts | None, endpoint: Endpoint | None, removed_by: tuple[str, ...]) -> str:
+    if split is None or endpoint is None or not endpoint.only_prefills or len(removed_by) > 1:
+        return ""
+    return "computes the prompt" if split.taken and split.prefill == endpoint.id else "could compute the prompt"
 
 
 class _Limits:

@@ -107,6 +107,7 @@ function traced(trace) {
 }
 
 function tie(one) {
+  if (one.part) return one.part;
   if (one.removed_by.length) return `was filtered out by ${one.removed_by.join(", ")}`;
   if (one.chosen) return "was chosen";
   if (one.behind === null || one.behind <= 0) return "";

@@ -104,6 +104,21 @@ def test_what_both_ways_would_have_cost_is_explained(asked: Request, split: bool
     )
 
 
+@pytest.mark.parametrize("always", [True, False])
+def test_endpoints_that_only_prefill_are_not_said_to_be_filtered_out(always: bool) -> None:
+    known = pool("prefill", "prefill", "decode", "encode", running=0)
+    busy(known, "e1", [request(prompt_tokens=3000, stream=True)])
+    asked = request(prompt_tokens=20)
+    trace = pick(known, asked, always=always).trace
+    assert trace is not None
+    trace.snapshot = Snapshots()(known, 1.0)
+    said = explain(lambda: PrefillDecode(filters=[Role(RoleParams())]), asked, trace, "e2")
+    assert said.why[1:] == ("1 of 4 endpoints were filtered out by role",)
+    first = "computes the prompt" if always else "could compute the prompt"
+    parts = {row.endpoint: row.part for row in said.candidates}
+    assert parts == {"e0": first, "e1": "could compute the prompt", "e2": "", "e3": ""}
+
+
 def test_a_slow_transfer_is_avoided() -> None:
     asked = request(LONG)
     assert pick(pool("prefill", "decode"), asked, transfer_ms_per_1k_tokens=1e5).prefill_slot == -1
