@@ -157,7 +157,7 @@ async def test_a_leader_that_gateways_do_not_find_says_so(
     replica = Replica(kubeconfig, leader_election=LeaderElection(enabled=True, service="llama-epp-leader"))
     await replica.kube.start(stack)
     await until(lambda: "the service default/llama-epp-leader does not point to this replica" in replica.kube.misled)
-    assert not replica.unready
+    await until(lambda: not replica.unready)
     kube.put("v1", "services", {"metadata": {"name": "llama-epp-leader"}, "spec": {"ports": [{"port": 9002}]}})
     await until(lambda: not replica.kube.misled)
 
