@@ -206,6 +206,12 @@ PANELS: list[tuple[str, dict[str, str], float | dict[str, float]]] = [
         | {'fairlead_desired_replicas{inference_pool="b"}': "7x20"},
         {'{inference_pool="a"}': 3.0, '{inference_pool="b"}': 7.0},
     ),
+    (
+        "Desired replicas",
+        by_two('fairlead_desired_replicas{role="prefill"', "3x20", "2x20")
+        | {'fairlead_desired_replicas{role="decode"}': "7x20"},
+        {'{role="prefill"}': 3.0, '{role="decode"}': 7.0},
+    ),
     ("Queue by endpoint", by_two('llm_d_epp_per_endpoint_queue_size{name="p"', "4x20", "5x20"), 5.0),
     ("Requests in flight by endpoint", by_two("fairlead_endpoint_leases{", "4x20", "5x20"), 5.0),
 ]  # fmt: skip

@@ -27,7 +27,6 @@ from fairlead.config.checks import (
     asked_elsewhere,
     note_missing_files,
     note_pool,
-    note_roles,
     note_unknown_engines,
     note_unranked,
     outlasting,
@@ -185,7 +184,6 @@ class _Assembly(Struct, eq=False):
             note_unranked(settings.models, self.report)
         if policy is not None:
             check_metric_names(policy, extras.provided(sources), settings.metrics, self.report)
-            note_roles(policy, settings.autoscaling, self.report)
         endpoints = self._endpoints(need_endpoints and not settings.kubernetes.on)
         if settings.kubernetes.on and self.translation is not None and endpoints is self.translation.endpoints:
             self.report.note(("dataLayer", "discovery"), BY_DISCOVERY)

@@ -24,7 +24,6 @@ from fairlead.config.schema import (
     CHECKED_ELSEWHERE,
     LONGEST_QUESTION,
     RELATIVE,
-    Autoscaling,
     EngineNames,
     Kubernetes,
     KvCurve,
@@ -260,13 +259,6 @@ def note_unranked(models: Models, report: Report) -> None:
     if ranked:
         said = f"{shorten(ranked[0].name)} is {ranked[0].criticality}"
         report.note(("models",), f"{said}, but without flow control nothing waits or is shed: set flowControl: {{}}")
-
-
-def note_roles(policy: PolicySpec, autoscaling: Autoscaling, report: Report) -> None:
-    """Add a note if the desired number of servers is asked for and the policy splits requests between two kinds."""
-    if policy.splits and autoscaling.model_fields_set:
-        words = "the desired number is of prefill and decode servers together: scale each by its share of it"
-        report.note(("autoscaling",), words)
 
 
 def note_pool(

@@ -21,18 +21,25 @@ is ordered now serves only after that time. A falling load is not extrapolated.
 With several schedulers, each one counts the requests that all of them route. So all publish about the same number, that
 of the pool. When a peer comes or is lost, the measurement starts again (`forget`), because the requests that the peer
 routed meanwhile cannot be counted. It also starts again when a standby begins to lead: its zeros are not the load.
+
+Where a policy splits requests, prefill servers and decode servers have a `Demand` each. A prompt that may be split is
+load of the prefill servers, wherever it was computed: else a lack of them would look like a lack of decode servers. For
+the decode servers such a prompt counts as cached.
 """
 
 from collections import deque
+from collections.abc import Callable
 from math import ceil, exp, sqrt
 from typing import NamedTuple
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, field
 
+from fairlead.core.columns import BoolColumn
 from fairlead.core.cost import STEP_TOKENS, Known
 from fairlead.core.facts import Charged
 from fairlead.core.flow_control import FlowController
+from fairlead.core.table import EndpointTable
 
 #: Seconds over which the load is measured, and over which its trend is; and seconds between two totals that are kept.
 RECENT_S, TREND_S, APART_S = 60.0, 300.0, 5.0
@@ -44,6 +51,10 @@ SPREAD = 1.4
 LEAST_LEFT = 0.25
 #: Upper bounds: of the forecast load as a multiple of the present load, and of endpoints.
 AHEAD, MOST = 2.0, 10_000
+#: Roles with a number of their own. An endpoint that does both has the role `DECODE`.
+PREFILL, DECODE = "prefill", "decode"
+#: (prompt tokens, those of them to compute) → whether a policy may have another endpoint compute them.
+MaySplit = Callable[[int, int], bool]
 
 
 class Objective(Struct, frozen=True, kw_only=True):
@@ -64,28 +75,45 @@ class Totals(NamedTuple):
     cached_tokens: float
 
 
-class PeersLoad(Struct):
-    """What peers have routed, by the leases that they report: as in `Totals`."""
+class Load(Struct):
+    """As in `Totals`."""
 
     requests: int = 0
     tokens: int = 0
     cached_tokens: int = 0
+
+    def add(self, tokens: int, cached_tokens: int) -> None:
+        self.requests += 1
+        self.tokens += tokens
+        self.cached_tokens += cached_tokens
+
+
+class PeersLoad(Load):
+    """What peers have routed, by the leases that they report."""
+
     #: How often a peer came or was lost. What it routed in between is not counted.
     breaks: int = 0
+    #: The prompts among them that may be split; `None` = the policy splits none.
+    prompts: Load = field(default_factory=Load)
+    may_split: MaySplit | None = None
 
     def count(self, charged: Charged) -> None:
+        prompt = charged.kv - charged.growth
         if charged.more:  # the prompt is in the request's other lease
             self.cached_tokens -= charged.uncached
-            return
-        prompt = charged.kv - charged.growth
-        self.requests += 1
-        self.tokens += prompt
-        self.cached_tokens += prompt - charged.uncached
+        else:
+            self.add(prompt, prompt - charged.uncached)
+        if self.may_split and charged.more:
+            self.prompts.add(charged.uncached, 0)  # how much of the prompt was cached is not known
+        elif self.may_split and charged.uncached > 1 and self.may_split(prompt, charged.uncached):
+            self.prompts.add(prompt, prompt - charged.uncached)
 
 
 class Demand:
-    def __init__(self, objective: Objective | None = None) -> None:
-        self.objective = objective or Objective()
+    """`role`: of the endpoints that are counted; empty = all."""
+
+    def __init__(self, objective: Objective | None = None, role: str = "") -> None:
+        self.objective, self._role = objective or Objective(), role
         self._totals: deque[Totals] = deque(maxlen=ceil(TREND_S / APART_S) + 2)
         #: Milliseconds of a step that only decodes, if more endpoints hardly keep `tpot_ms`; else 0.
         self.out_of_reach_ms = 0.0
@@ -121,11 +149,21 @@ class Demand:
     def pods(self, endpoints: int, fleet: Known) -> int:
         """Return how many pods have so many endpoints: autoscalers count pods, and each port of a pod is an endpoint.
         New pods have as many as the present ones, or in an empty pool as the last ones."""
-        table = fleet.table
-        if table.count:
-            self._last = table.pods, table.count
+        slots = self._slots(fleet.table)
+        if slots.any():
+            self._last = fleet.table.pods(slots), int(np.count_nonzero(slots))
         pods, of = self._last
         return ceil(endpoints * pods / of)
+
+    def present(self, fleet: Known) -> int:
+        """Return how many pods there are."""
+        return fleet.table.pods(self._slots(fleet.table))
+
+    def _slots(self, table: EndpointTable) -> BoolColumn:
+        if not self._role:
+            return table.alive
+        prefill = table.mask(("only prefills",), lambda _, endpoint: endpoint.only_prefills)
+        return table.alive & (prefill if self._role == PREFILL else ~prefill)
 
     def endpoints(self, fleet: Known) -> int | None:
         """Return the number of endpoints needed by the load, 0 if no requests come or run, of whatever client; `None` =
@@ -135,7 +173,7 @@ class Demand:
             return None
         if not recent.requests:
             table = fleet.table
-            running = np.any((table.queue + table.active)[table.alive] > 0.0)
+            running = np.any((table.queue + table.active)[self._slots(table)] > 0.0)
             return max(self._for_memory(1.0, fleet), 1) if running else 0
         rate = recent.requests / recent.time
         expected = rate + max(self._slope() * self.objective.startup_s, 0.0)
@@ -162,7 +200,7 @@ class Demand:
 
     def _needed(self, recent: Totals, rate: float, fleet: Known) -> tuple[int, int]:
         """Return the numbers of endpoints needed to keep steps short enough, and to keep first tokens in time."""
-        learned, alive = fleet.predictor, fleet.table.alive
+        learned, alive = fleet.predictor, self._slots(fleet.table)
         rates = learned.rates
         # `kappa` corrects the error of the learned factors.
         columns = (rates.prefill, learned.kappa), (rates.step, learned.tpot_kappa), (rates.load, learned.tpot_kappa)
@@ -179,16 +217,18 @@ class Demand:
         self.out_of_reach_ms = fixed_ms if left < LEAST_LEFT else 0.0
         own = max(left, min(2.0 * LEAST_LEFT - left, 2.0 * LEAST_LEFT))
         answer_ms = answer * token_ms
+        decoding = own * answer_ms / (prompt_ms + answer_ms)
+        if self._role == PREFILL:  # no answer there needs short steps
+            answer_ms, own, decoding, self.out_of_reach_ms = fixed_ms * uncached / STEP_TOKENS, 1.0, 0.0, 0.0
         engines = float(np.maximum(fleet.table.ranks[alive], 1.0).mean()) if alive.any() else 1.0
         enough = ceil(rate * (prompt_ms + answer_ms) * 1e-3 / own / engines)
-        decoding = own * answer_ms / (prompt_ms + answer_ms)
         serves_ms = prompt_ms + (ceil(uncached / STEP_TOKENS) + 0.5) * fixed_ms / (1.0 - decoding)
         timely = in_time(rate * serves_ms * 1e-3, self.objective.ttft_ms / serves_ms - 1.0)
         return enough, ceil(timely / engines)
 
     def _for_memory(self, growth: float, fleet: Known) -> int:
         table = fleet.table
-        used = float(np.minimum(table.kv[table.alive], 1.0).sum())
+        used = float(np.minimum(table.kv[self._slots(table)], 1.0).sum())
         return ceil(used * growth / MEMORY)
 
 

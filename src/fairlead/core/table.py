@@ -164,10 +164,9 @@ class EndpointTable:
         """Return (slot, endpoint) of all endpoints in the pool."""
         return [(slot, e) for slot, e in enumerate(self.endpoints) if e is not None]
 
-    @property
-    def pods(self) -> int:
-        """The number of pods that the endpoints belong to."""
-        return len({endpoint.pod for _, endpoint in self.slots()})
+    def pods(self, among: BoolColumn) -> int:
+        """Return the number of pods that the endpoints in these slots belong to."""
+        return len({endpoint.pod for slot, endpoint in self.slots() if among[slot]})
 
     def add(self, endpoint: Endpoint) -> int:
         slot = heappop(self._free) if self._free else self._grow()

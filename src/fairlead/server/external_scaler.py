@@ -4,16 +4,20 @@
 of pods, so that KEDA changes nothing. `GetMetricSpec` returns the target 1, because the value is the total number.
 `IsActive` and `StreamIsActive` are true while `GetMetrics` does not return 0. KEDA uses them to scale to zero and back:
 a request that waits in an empty pool is reported within `LOOK_S`.
+
+The trigger's metadata, which KEDA sends as `scalerMetadata`, may name a `role`. Then all these numbers are of the pods
+with that role. Without it they are of the whole pool.
 """
 
 import asyncio
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from fairlead.core.errors import cannot_listen
+from fairlead.config.problems import shorten
+from fairlead.core.errors import ProtocolError, cannot_listen
 from fairlead.gateway.grpc_frames import Status
 from fairlead.gateway.h2_server import H2Server
-from fairlead.gateway.protobuf import field, number
+from fairlead.gateway.protobuf import field, number, walk
 from fairlead.gateway.stream import Routes, ServerStream
 
 SERVICE = "/externalscaler.ExternalScaler/"
@@ -23,10 +27,13 @@ LOOK_S = 0.5
 
 
 class ExternalScaler:
-    """`desired()`: how many pods the load needs; `None` = unknown. `present()`: how many there are."""
+    """`desired(role)`: how many pods the load needs; `None` = unknown. `present(role)`: how many there are. An empty
+    role = the whole pool. `roles()`: the others."""
 
-    def __init__(self, desired: Callable[[], int | None], present: Callable[[], int]) -> None:
-        self._desired, self._present = desired, present
+    def __init__(
+        self, desired: Callable[[str], int | None], present: Callable[[str], int], roles: Callable[[], Sequence[str]]
+    ) -> None:
+        self._desired, self._present, self._roles = desired, present, roles
         self._watchers: set[_Activity] = set()
         self._ticker: asyncio.TimerHandle | None = None
         self._server = H2Server(self._routes())
@@ -50,18 +57,25 @@ class ExternalScaler:
             watcher.end()
         await self._server.close(0.0)
 
-    def wanted(self) -> int:
-        desired = self._desired()
-        return self._present() if desired is None else desired
+    def wanted(self, role: str) -> int:
+        desired = self._desired(role)
+        return self._present(role) if desired is None else desired
 
-    def active(self) -> bool:
-        return self.wanted() != 0
+    def role(self, message: bytes, nested: bool) -> str:
+        """The role in a `ScaledObjectRef`, or in the one in field 1. Raises `ProtocolError`, also if it is unknown."""
+        role, roles = _role(dict(_parts(message)).get(1, b"") if nested else message), self._roles()
+        if role and role not in roles:
+            why = f"known: {', '.join(roles)}" if roles else "the policy splits no requests"
+            raise ProtocolError(f"metadata of the trigger: unknown role '{shorten(role)}' ({why})")
+        return role
 
     def _routes(self) -> Routes:
         return {
-            SERVICE + "IsActive": lambda stream, _: _Unary(stream, lambda: number(1, self.active())),
-            SERVICE + "GetMetricSpec": lambda stream, _: _Unary(stream, lambda: _metric(1)),
-            SERVICE + "GetMetrics": lambda stream, _: _Unary(stream, lambda: _metric(self.wanted())),
+            SERVICE + "IsActive": lambda stream, _: _Unary(self, stream, lambda role: number(1, self.wanted(role) > 0)),
+            SERVICE + "GetMetricSpec": lambda stream, _: _Unary(self, stream, lambda role: _metric(1)),
+            SERVICE + "GetMetrics": lambda stream, _: _Unary(
+                self, stream, lambda role: _metric(self.wanted(role)), nested=True
+            ),
             SERVICE + "StreamIsActive": lambda stream, _: _Activity(self, stream),
         }
 
@@ -74,9 +88,8 @@ class ExternalScaler:
         self._watchers.discard(watcher)
 
     def _tick(self) -> None:
-        active = self.active()
         for watcher in list(self._watchers):
-            watcher.tell(active)
+            watcher.tell(self.wanted(watcher.role) > 0)
         self._ticker = asyncio.get_running_loop().call_later(LOOK_S, self._tick) if self._watchers else None
 
 
@@ -84,14 +97,32 @@ def _metric(value: int) -> bytes:
     return field(1, field(1, METRIC) + number(2, value) + b"\x19" + struct.pack("<d", float(value)))
 
 
-class _Unary:
-    """Answers the first message without reading it: the answer is the same for all ScaledObjects."""
+def _role(reference: bytes) -> str:
+    for part, entry in _parts(reference):
+        if part == 3 and (pair := dict(_parts(entry))).get(1) == b"role":  # the map `scalerMetadata`
+            return pair.get(2, b"").decode(errors="replace")
+    return ""
 
-    def __init__(self, stream: ServerStream, answer: Callable[[], bytes]) -> None:
-        self._stream, self._answer = stream, answer
+
+def _parts(message: bytes) -> list[tuple[int, bytes]]:
+    return [(part, message[start:end]) for part, start, end in walk(message, 0, len(message))]
+
+
+class _Unary:
+    """Answers the first message. `nested`: the `ScaledObjectRef` is in its field 1."""
+
+    def __init__(
+        self, scaler: ExternalScaler, stream: ServerStream, answer: Callable[[str], bytes], nested: bool = False
+    ) -> None:
+        self._scaler, self._stream, self._answer, self._nested = scaler, stream, answer, nested
 
     def on_message(self, message: bytes) -> None:
-        self._stream.send(self._answer())
+        try:
+            role = self._scaler.role(message, self._nested)
+        except ProtocolError as error:
+            self._stream.finish(Status.INVALID_ARGUMENT, str(error))
+            return
+        self._stream.send(self._answer(role))
         self._stream.finish()
 
     def on_half_close(self) -> None:
@@ -107,8 +138,14 @@ class _Activity:
     def __init__(self, scaler: ExternalScaler, stream: ServerStream) -> None:
         self._scaler, self._stream = scaler, stream
         self._reported: bool | None = None
+        self.role = ""
 
     def on_message(self, message: bytes) -> None:
+        try:
+            self.role = self._scaler.role(message, False)
+        except ProtocolError as error:
+            self._stream.finish(Status.INVALID_ARGUMENT, str(error))
+            return
         self._scaler.watch(self)
 
     def tell(self, active: bool) -> None:

@@ -57,8 +57,6 @@ NEAR = "endpoints: ['127.0.0.1:8000', 'localhost:8000']\n"
         (NEAR + "scorers: [{type: queue}]\nselection: {topK: 1}", []),
         (NEAR + "policy: prefill-decode", ["no request is split"]),
         (ROLES + "policy: prefill-decode", []),
-        (ROLES + "policy: prefill-decode\nautoscaling: {ttft: 1s}", ["is of prefill and decode servers together"]),
-        (NEAR + "autoscaling: {ttft: 1s}", []),
         ("endpoints: [{address: 127.0.0.1, port: 1, labels: {role: prefill}}]", ["the label 'role' has no effect"]),
         ("endpoints: [{address: 127.0.0.1, port: 1, labels: {role: admin}}]", []),
         (

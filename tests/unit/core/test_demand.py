@@ -7,8 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairlead.core.demand import AHEAD, APART_S, LATE_SHARE, MOST, Demand, Objective, Totals, in_time
-from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.demand import (
+    AHEAD,
+    APART_S,
+    DECODE,
+    LATE_SHARE,
+    MOST,
+    PREFILL,
+    Demand,
+    Objective,
+    Totals,
+    in_time,
+)
+from fairlead.core.endpoint import ROLE_LABEL, Endpoint, Sample
 from fairlead.core.fleet import Fleet
 from fairlead.core.request import Request
 
@@ -36,11 +47,11 @@ def test_an_autoscaler_is_told_pods_of_which_each_port_is_an_endpoint(ports: int
     served = [Endpoint(f"ns/vllm-{pod}-rank-{i}", f"10.0.0.{pod}:{i}", rank=i) for pod in (0, 1) for i in range(ports)]
     for endpoint in served:
         known.up(endpoint)
-    assert known.table.pods == 2
+    assert demand.present(known) == 2
     assert demand.pods(endpoints, known) == pods
     for endpoint in served:
         known.down(endpoint.id)
-    assert known.table.pods == 0
+    assert demand.present(known) == 0
     assert demand.pods(endpoints, known) == pods, "new pods will be like the last ones"
     assert Demand().pods(endpoints, known) == endpoints, "nothing is known of pods yet"
 
@@ -49,7 +60,7 @@ def test_names_that_only_look_like_those_of_pods_are_endpoints_of_their_own() ->
     demand, known = Demand(), Fleet()
     for number, name in enumerate(("gpu-a", "gpu-a-rank-0", "gpu-b-rank-0")):
         known.up(Endpoint(name, f"10.0.0.{number}:8000"))
-    assert known.table.pods == 3
+    assert demand.present(known) == 3
     assert demand.pods(3, known) == 3
 
 
@@ -196,3 +207,62 @@ def test_so_many_arein_time_by_erlangs_own_formula(load: float, patience: float)
     servers = in_time(load, patience)
     exact = next(n for n in range(int(load) + 1, 1000) if erlang_c(n, load) * exp(-(n - load) * patience) <= LATE_SHARE)
     assert abs(servers - exact) <= 1
+
+
+def parted(*roles: str) -> Fleet:
+    made = Fleet()
+    for index, role in enumerate(roles):
+        made.up(Endpoint(f"e{index}", f"10.0.0.{index}:8000", {ROLE_LABEL: role} if role else {}))
+    return made
+
+
+def by_role(known: Fleet, requests: float, tokens: float, cached: float = 0.0, **objective: float) -> list[int | None]:
+    demands = [Demand(Objective(**objective), role) for role in (PREFILL, DECODE)]
+    for demand in demands:
+        for step in range(40):
+            demand.observe(Totals(5.0 * step, requests * step, tokens * step, cached * step))
+    return [demand.endpoints(known) for demand in demands]
+
+
+def test_an_endpoint_that_does_both_counts_as_one_that_decodes() -> None:
+    known = parted("prefill", "encode-prefill", "decode", "both", "prefill-decode", "")
+    assert [Demand(role=role).present(known) for role in (PREFILL, DECODE, "")] == [2, 4, 6]
+
+
+def test_pods_with_several_ports_count_once_in_each_role() -> None:
+    known = Fleet()
+    for pod, (role, ports) in enumerate((("prefill", 1), ("decode", 4), ("decode", 4))):
+        for rank in range(ports):
+            labels = {ROLE_LABEL: role}
+            known.up(Endpoint(f"ns/vllm-{pod}-rank-{rank}", f"10.0.0.{pod}:{8000 + rank}", labels, rank=rank))
+    demands = [Demand(role=role) for role in (PREFILL, DECODE)]
+    assert [demand.present(known) for demand in demands] == [1, 2]
+    assert [demand.pods(8, known) for demand in demands] == [8, 2]
+
+
+@pytest.mark.parametrize("busy", [0, 1])
+def test_what_runs_keeps_an_endpoint_of_its_role_only(busy: int) -> None:
+    known = parted("prefill", "decode")
+    known.sampled(f"e{busy}", 0.0, 0.1, Sample(running=1, kv_usage=0.99))
+    expected: list[int | None] = [0, 0]
+    expected[busy] = 2  # by memory
+    assert by_role(known, 0, 0) == expected
+    known.sampled(f"e{busy}", 1.0, 1.1, Sample(running=1, kv_usage=0.0))
+    expected[busy] = 1
+    assert by_role(known, 0, 0) == expected
+
+
+def test_the_time_per_token_says_nothing_of_servers_that_write_none() -> None:
+    known = parted("prefill", "decode")
+    loose, tight = (by_role(known, 100.0, 400_000.0, tpot_ms=ms) for ms in (200.0, 20.0))
+    assert loose[0] == tight[0]
+    assert (loose[1] or 0) < (tight[1] or 0)
+
+
+def test_a_slow_kind_of_server_needs_more_of_its_kind() -> None:
+    known = parted("prefill", "decode")
+    before = by_role(known, 100.0, 800_000.0)
+    known.predictor.rates.prefill[0] = 3.0
+    after = by_role(known, 100.0, 800_000.0)
+    assert (after[0] or 0) > 2 * (before[0] or 0)
+    assert after[1] == before[1]

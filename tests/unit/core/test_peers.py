@@ -97,6 +97,20 @@ def test_the_load_of_a_peer_is_known_from_its_leases(pair, clock):
     assert (load.requests, load.tokens, load.cached_tokens) == (3, 12_000, -1), "two leases, and one request"
 
 
+def test_the_prompts_of_a_peer_that_may_be_split_are_known_too(pair, clock):
+    one, other = pair
+    load = other.pipeline.peers.load
+    load.may_split = lambda prompt, lacking: lacking >= 1000
+    one.send(1)
+    one.send(2, b"another" * 999, tokens=900)
+    other.feed(PeerHeard("a", one.batch()))
+    assert (load.prompts.requests, load.prompts.tokens, load.prompts.cached_tokens) == (1, 4000, 0)
+    two = Scheduler(clock, pairs=True)
+    two.send(1)
+    other.feed(PeerHeard("b", two.batch()))
+    assert (load.prompts.requests, load.prompts.tokens, load.prompts.cached_tokens) == (2, 8000, 0), "it was split"
+
+
 def test_leases_that_a_snapshot_repeats_are_no_new_load(pair, clock):
     one, other = pair
     load = other.pipeline.peers.load

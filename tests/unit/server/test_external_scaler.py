@@ -13,14 +13,20 @@ from fairlead.core.errors import Unavailable
 from fairlead.server.external_scaler import ExternalScaler
 
 STRING, BOOL, INT64, DOUBLE, MESSAGE = 9, 8, 3, 1, 11
-#: Message → fields by number: name, type, and the message of a repeated one. As in `externalscaler.proto` of KEDA 2.
+#: Message → fields by number: name, type, the message of one (`*` = repeated). As in KEDA 2's `externalscaler.proto`.
 CONTRACT: dict[str, dict[int, tuple[str, int, str]]] = {
-    "ScaledObjectRef": {1: ("name", STRING, ""), 2: ("namespace", STRING, "")},
+    "Entry": {1: ("key", STRING, ""), 2: ("value", STRING, "")},  # as a map is sent
+    "ScaledObjectRef": {
+        1: ("name", STRING, ""),
+        2: ("namespace", STRING, ""),
+        3: ("scalerMetadata", MESSAGE, "Entry*"),
+    },
+    "GetMetricsRequest": {1: ("scaledObjectRef", MESSAGE, "ScaledObjectRef"), 2: ("metricName", STRING, "")},
     "IsActiveResponse": {1: ("result", BOOL, "")},
     "MetricSpec": {1: ("metricName", STRING, ""), 2: ("targetSize", INT64, ""), 3: ("targetSizeFloat", DOUBLE, "")},
-    "GetMetricSpecResponse": {1: ("metricSpecs", MESSAGE, "MetricSpec")},
+    "GetMetricSpecResponse": {1: ("metricSpecs", MESSAGE, "MetricSpec*")},
     "MetricValue": {1: ("metricName", STRING, ""), 2: ("metricValue", INT64, ""), 3: ("metricValueFloat", DOUBLE, "")},
-    "GetMetricsResponse": {1: ("metricValues", MESSAGE, "MetricValue")},
+    "GetMetricsResponse": {1: ("metricValues", MESSAGE, "MetricValue*")},
 }
 
 
@@ -29,10 +35,10 @@ def _messages() -> dict[str, Any]:
     for name, numbered in CONTRACT.items():
         message = file.message_type.add(name=name)
         for number, (field, kind, of) in numbered.items():
-            label = 3 if of else 1
+            label = 3 if of.endswith("*") else 1
             made = message.field.add(name=field, number=number, type=kind, label=label)  # type: ignore[arg-type]
             if of:
-                made.type_name = f".externalscaler.{of}"
+                made.type_name = f".externalscaler.{of.rstrip('*')}"
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     find = pool.FindMessageTypeByName
@@ -47,7 +53,13 @@ class Pool:
         self.desired: int | None = None
         self.present = 3
         self.port = 0
-        self.scaler = ExternalScaler(lambda: self.desired, lambda: self.present)
+        self.roles: list[str] = []
+        self.by_role: dict[str, int | None] = {}
+        self.scaler = ExternalScaler(
+            lambda role: self.by_role[role] if role else self.desired,
+            lambda role: self.present + len(role),
+            lambda: self.roles,
+        )
 
     @asynccontextmanager
     async def asked(self) -> AsyncIterator[Any]:
@@ -57,12 +69,17 @@ class Pool:
         await self.scaler.close()
 
 
-def call(channel: Any, method: str, answer: str, stream: bool = False) -> Any:
+def call(channel: Any, method: str, answer: str, stream: bool = False, **metadata: str) -> Any:
     make = channel.unary_stream if stream else channel.unary_unary
-    kinds = {"request_serializer": MESSAGES["ScaledObjectRef"].SerializeToString}
+    entries = [
+        MESSAGES["Entry"](key=key, value=value) for key, value in {"scalerAddress": "epp:9004", **metadata}.items()
+    ]
+    asked = MESSAGES["ScaledObjectRef"](name="vllm", namespace="serving", scalerMetadata=entries)
+    if method == "GetMetrics":
+        asked = MESSAGES["GetMetricsRequest"](scaledObjectRef=asked, metricName="fairlead_desired_replicas")
+    kinds = {"request_serializer": type(asked).SerializeToString}
     kinds["response_deserializer"] = MESSAGES[answer].FromString
-    made = make(f"/externalscaler.ExternalScaler/{method}", **kinds)
-    return made(MESSAGES["ScaledObjectRef"](name="vllm", namespace="serving"))
+    return make(f"/externalscaler.ExternalScaler/{method}", **kinds)(asked)
 
 
 async def test_keda_scales_by_the_desired_number() -> None:
@@ -75,6 +92,40 @@ async def test_keda_scales_by_the_desired_number() -> None:
             (value,) = (await call(channel, "GetMetrics", "GetMetricsResponse")).metricValues
             assert (value.metricName, value.metricValue, value.metricValueFloat) == (spec.metricName, told, float(told))
             assert (await call(channel, "IsActive", "IsActiveResponse")).result is active
+
+
+async def test_each_role_is_scaled_by_its_own_number() -> None:
+    pool = Pool()
+    pool.roles, pool.desired, pool.by_role = ["prefill", "decode"], 7, {"prefill": 0, "decode": None}
+    async with pool.asked() as channel:
+        for role, told in (("prefill", 0), ("decode", 3 + len("decode")), ("", 7)):
+            (spec,) = (await call(channel, "GetMetricSpec", "GetMetricSpecResponse", role=role)).metricSpecs
+            (value,) = (await call(channel, "GetMetrics", "GetMetricsResponse", role=role)).metricValues
+            assert (value.metricName, value.metricValue) == (spec.metricName, told)
+            assert (await call(channel, "IsActive", "IsActiveResponse", role=role)).result is (told > 0)
+        streams = [call(channel, "StreamIsActive", "IsActiveResponse", True, role=role) for role in pool.roles]
+        assert [(await stream.read()).result for stream in streams] == [False, True]
+        pool.by_role["prefill"] = 1
+        assert (await streams[0].read()).result is True
+        for stream in streams:
+            stream.cancel()
+
+
+@pytest.mark.parametrize("method", ["GetMetricSpec", "GetMetrics", "IsActive", "StreamIsActive"])
+@pytest.mark.parametrize(
+    ("roles", "why"), [(["prefill", "decode"], "known: prefill, decode"), ([], "the policy splits no requests")]
+)
+async def test_an_unknown_role_is_refused_with_what_is_known(method: str, roles: list[str], why: str) -> None:
+    pool = Pool()
+    pool.roles = roles
+    async with pool.asked() as channel:
+        stream = method == "StreamIsActive"
+        answer = call(channel, method, "IsActiveResponse", stream, role="prefil")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await (answer.read() if stream else answer)
+        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert refused.value.details() == f"metadata of the trigger: unknown role 'prefil' ({why})"
+        assert not pool.scaler.watchers
 
 
 async def test_a_restart_does_not_wake_an_empty_pool() -> None:

@@ -67,6 +67,10 @@ class PrefillDecodeParams(CostModelParams):
     )
     prompt_tokens: int = Field(default=0, ge=0, description="Split only prompts of at least this many tokens.")
 
+    def may_split(self, prompt_tokens: int, lacking: float) -> bool:
+        """Whether such a prompt may be split. `lacking`: its tokens that must be computed."""
+        return prompt_tokens >= self.prompt_tokens and lacking >= self.non_cached_tokens
+
 
 class PrefillDecode:
     """Splits a request over a prefill and a decode endpoint if that costs less than one endpoint for both."""
@@ -105,7 +109,7 @@ class PrefillDecode:
             return self._alone.choose(request, fleet, context)
         traced = Context(context.now, context.rng)  # the totals are read from traces
         alone = self._alone.choose(request, fleet, traced)
-        if request.api in SPLIT and request.prompt_tokens >= self._params.prompt_tokens:
+        if request.api in SPLIT and self._params.may_split(request.prompt_tokens, request.prompt_tokens):
             alone = self._compared(request, alone, fleet, traced)
         if not context.trace:
             alone.trace = None
@@ -123,7 +127,8 @@ class PrefillDecode:
         if not (isinstance(prefill, Picked) and _apart(prefill, decode, fleet)):
             return alone
         lacking = request.prompt_tokens * (1.0 - decode.hit_share)
-        if lacking < self._params.non_cached_tokens or not self._healthy(prefill.slot, request, fleet, context):
+        splittable = self._params.may_split(request.prompt_tokens, lacking)
+        if not (splittable and self._healthy(prefill.slot, request, fleet, context)):
             return alone
         decode.handover_ms = float(handover[decode.slot])
         pair_ms, alone_ms = _cost(prefill) + self._params.transfer_ms + _cost(decode), _cost(alone)

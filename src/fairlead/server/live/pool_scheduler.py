@@ -216,6 +216,8 @@ class PoolScheduler:
         self.core.connections.follow(config)
         self.core.shadows.follow(config, scheduling.on_trial)
         self.watch.choosers.follow(scheduling.remotes, scheduling.policy)
+        plugin = config.policy.plugin if config.policy.splits else None
+        self.watch.watch_prompts(None if plugin is None else plugin.parameters.may_split)
 
     # ---- endpoints and models ----
 

@@ -168,7 +168,8 @@ class Live:
         log_port = config.als.port if config.als.enabled and not config.kubernetes.namespaces else 0
         await self._start_admin(stack)
         if config.autoscaling.port:
-            scaler = ExternalScaler(self.watch.desired_replicas, lambda: self.fleet.table.pods)
+            pool = self.watch
+            scaler = ExternalScaler(pool.desired_replicas, pool.present_replicas, lambda: pool.roles)
             stack.push_async_callback(scaler.close)
             await scaler.start(config.autoscaling.host, config.autoscaling.port)
         if config.source:

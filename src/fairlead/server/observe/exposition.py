@@ -39,15 +39,16 @@ def number(value: float) -> str:
     return _SPECIAL.get(text, text)
 
 
-def label_text(names: Iterable[str], values: Iterable[str]) -> str:
-    """`a="1",b="2"`, escaped and sorted by name."""
+def label_text(names: Iterable[str], values: Iterable[str], sparse: bool = False) -> str:
+    """`a="1",b="2"`, escaped and sorted by name. `sparse`: as for `View`."""
     pairs = sorted(zip(names, values, strict=True))
-    return ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in pairs)
+    return ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in pairs if value or not sparse)
 
 
 class View:
     """A family under a name. `labels`: the family's label → its shown name; `None` = all under their own names.
-    `bounds`: those that are shown; `None` = all. `constant`: further labels with constant values."""
+    `bounds`: those that are shown; `None` = all. `constant`: further labels with constant values. `sparse`: labels
+    without a value are left out."""
 
     def __init__(
         self,
@@ -57,11 +58,12 @@ class View:
         labels: Mapping[str, str] | None = None,
         bounds: tuple[float, ...] | None = None,
         constant: Mapping[str, str] | None = None,
+        sparse: bool = False,
     ) -> None:
         shown = {label: label for label in family.labels} if labels is None else dict(labels)
         self.name = name
         self.family = family
-        self._constant = dict(constant or {})
+        self._constant, self._sparse = dict(constant or {}), sparse
         self._names = (*shown.values(), *self._constant)
         self._indexes = tuple(family.labels.index(label) for label in shown)
         self._all_labels = self._indexes == tuple(range(len(family.labels)))
@@ -118,7 +120,7 @@ class View:
         return prefix
 
     def _labels(self, values: tuple[str, ...]) -> str:
-        return label_text(self._names, (*values, *self._constant.values()))
+        return label_text(self._names, (*values, *self._constant.values()), self._sparse)
 
     def _histogram(self, out: list[str], values: tuple[str, ...], histogram: Histogram, naming: Naming | None) -> None:
         reached = list(accumulate(histogram.counts))

@@ -145,8 +145,8 @@ class _Bundle:
 
 class SchedulerMetrics:
     """The metrics of a scheduler. `now` is the clock of the records' `at`. `status` returns the state of the fleet when
-    metrics are rendered, `served` the models that endpoints report, `desired` how many pods the load needs (`None`
-    = unknown). All series have the labels `constant`."""
+    metrics are rendered, `served` the models that endpoints report, `desired` how many pods the load needs by role,
+    where it is known. All series have the labels `constant`."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class SchedulerMetrics:
         *,
         pool: str = "default",
         served: Callable[[], Iterable[str]] = tuple,
-        desired: Callable[[], int | None] = lambda: None,
+        desired: Callable[[], Mapping[str, int]] = dict,
         cap: int = 100,
         idle_s: float = 900.0,
         constant: Mapping[str, str] | None = None,
@@ -195,8 +195,8 @@ class SchedulerMetrics:
         self.registry.before(self._sweep)
         follow = self.registry.follow
         follow("gauge", "fairlead_scale_up_wanted", "1 while more replicas are wanted.", self.scale_up_wanted)
-        text = "Pods that the load asks for; absent while too little is known of it."
-        follow("gauge", "fairlead_desired_replicas", text, desired)
+        text = "Pods that the load asks for, by role if the pool has roles; absent while too little is known of it."
+        follow("gauge", "fairlead_desired_replicas", text, desired, "role", sparse=True)
         text = "Sets of request labels with their own series because a request with them was answered 2xx."
         follow("gauge", "fairlead_metrics_label_sets", text, lambda: len(self._earned))
         text = "Counted as `other`: the labels had earned no series of their own, or there was no room for more."

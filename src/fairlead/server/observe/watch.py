@@ -5,7 +5,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from math import inf, isfinite
 from typing import Any
 
-from fairlead.core.demand import Demand, Objective, PeersLoad, Totals
+from fairlead.core.demand import DECODE, PREFILL, Demand, Load, MaySplit, Objective, PeersLoad, Totals
 from fairlead.core.endpoint import MODEL_LABEL, Endpoint
 from fairlead.core.errors import PluginError
 from fairlead.core.fleet import Fleet
@@ -79,10 +79,11 @@ class Watch:
             self.status,
             pool=pool,
             served=self._served,
-            desired=self.desired_replicas,
+            desired=self._desired_by_role,
             constant={"inference_pool": pool} if one_of_several else None,
         )
-        self._demand, self._out_of_reach_logged = Demand(objective), False
+        self._demands, self._prompts = {"": Demand(objective)}, Load()  # by role; own prompts that may be split
+        self._apart = self._out_of_reach_logged = False  # whether there were servers of both roles
         self.queue = FlowMetrics(self.metrics, pool, fleet, now)
         self.metrics.on_forget = self.queue.forget
         self.choosers = ChooserMetrics(self.metrics.registry)
@@ -105,8 +106,7 @@ class Watch:
         self._silent: dict[str, str] = {}
         #: Endpoint id → the worst level of its hang that was logged, and when (clock seconds) its last progress was.
         self._hangs: dict[str, tuple[int, float]] = {}
-        self._on_routed, self._awake = on_routed, awake
-        self._tracing, self._scrapes = tracing, scrapes
+        self._on_routed, self._awake, self._tracing, self._scrapes = on_routed, awake, tracing, scrapes
         self._decision_id: Callable[[int], str] | None = None
         self._peers_load = PeersLoad()
         self._alone: Callable[[], bool] = lambda: False
@@ -155,6 +155,7 @@ class Watch:
             self.metrics.on_decisions(decisions, durations)
             self.queue.on_decisions(decisions)
             self.journal.on_decisions(decisions)
+            self._count_prompts(decisions)
         if outcomes:
             self.newest.extend(outcomes)
             self.metrics.on_outcomes(outcomes)
@@ -199,35 +200,78 @@ class Watch:
         decision_id = self._decision_id(recorded[0].request.id) if self._decision_id else None
         return {**explained(*recorded, make_policy), "decision_id": decision_id}
 
-    def desired_endpoints(self) -> int | None:
+    def desired_endpoints(self, role: str = "") -> int | None:
         """How many endpoints the pool's load needs; `None` = too little is known of the load. A standby knows nothing:
-        no gateway asks it."""
+        no gateway asks it. `role`: only those with one of `roles`."""
         self.count()
-        now, counted, peers = self._now(), self.metrics, self._peers_load
-        own = counted.routed, counted.prompt_tokens, counted.cached_tokens
-        totals = Totals(now, own[0] + peers.requests, own[1] + peers.tokens, own[2] + peers.cached_tokens)
-        before, self._measured = self._measured, (self.standby(), self._alone(), peers.breaks)
+        now = self._now()
+        before, self._measured = self._measured, (self.standby(), self._alone(), self._peers_load.breaks)
         if self._measured != before or any(self._measured[:2]):
-            self._demand.forget()
-        self._demand.observe(totals)
-        desired = self._demand.desired(self.fleet, self.queue.flow_controller, now)
-        if self._demand.out_of_reach_ms and not self._out_of_reach_logged:
+            for demand in self._demands.values():
+                demand.forget()
+        for part, demand in self._demands.items():
+            demand.observe(Totals(now, *self._totals(part)))
+        demand = self._demand(role)
+        desired = demand.desired(self.fleet, self.queue.flow_controller, now)
+        if demand.out_of_reach_ms and not self._out_of_reach_logged:
             self._out_of_reach_logged = True
             log.warning(
                 "the objective autoscaling.tpot is hardly within reach: more replicas do not make steps shorter",
-                tpot_ms=self._demand.objective.tpot_ms,
-                step_ms=round(self._demand.out_of_reach_ms, 1),
+                tpot_ms=demand.objective.tpot_ms,
+                step_ms=round(demand.out_of_reach_ms, 1),
             )
         return desired
 
-    def desired_replicas(self) -> int | None:
+    def _demand(self, role: str) -> Demand:
+        return self._demands.get(role, self._demands[""])  # the policy may split no more
+
+    def _totals(self, role: str) -> tuple[int, int, int]:
+        """Requests, prompt tokens and cached ones of the servers with this role."""
+        own, peers, prompts, theirs = self.metrics, self._peers_load, self._prompts, self._peers_load.prompts
+        tokens, cached = prompts.tokens + theirs.tokens, prompts.cached_tokens + theirs.cached_tokens
+        if role == PREFILL:
+            return prompts.requests + theirs.requests, tokens, cached
+        elsewhere = tokens - cached if role == DECODE else 0
+        totals = own.prompt_tokens + peers.tokens, own.cached_tokens + peers.cached_tokens + elsewhere
+        return own.routed + peers.requests, *totals
+
+    def _count_prompts(self, decisions: Iterable[DecisionRecord]) -> None:
+        if (may_split := self._peers_load.may_split) is None:
+            return
+        for record in decisions:
+            prompt, cached = record.request.prompt_tokens, record.hit_tokens
+            if record.prefill or (record.endpoint and cached < prompt and may_split(prompt, prompt - cached)):
+                self._prompts.add(prompt, cached)
+
+    def desired_replicas(self, role: str = "") -> int | None:
         """How many pods that are; `None` as there."""
-        desired = self.desired_endpoints()
-        pods = self._demand.pods(desired or 0, self.fleet)  # also a standby learns how many ports a pod has
+        desired = self.desired_endpoints(role)
+        pods = self._demand(role).pods(desired or 0, self.fleet)  # also a standby learns how many ports a pod has
         return None if desired is None else pods
+
+    def present_replicas(self, role: str = "") -> int:
+        return self._demand(role).present(self.fleet)
+
+    @property
+    def roles(self) -> Sequence[str]:
+        """The roles that have a desired number of their own; none if the policy splits no requests."""
+        return [role for role in self._demands if role]
+
+    def _desired_by_role(self) -> dict[str, int]:
+        roles = self.roles
+        self._apart = bool(roles) and (self._apart or all(map(self.present_replicas, roles)))
+        numbers = {role: self.desired_replicas(role) for role in (roles if self._apart else ("",))}
+        return {role: number for role, number in numbers.items() if number is not None}
+
+    def watch_prompts(self, may_split: MaySplit | None) -> None:
+        """Compute the desired number by role too; `None` = the policy splits no requests."""
+        self._peers_load.may_split = may_split
+        objective, roles = self._demands[""].objective, ("", PREFILL, DECODE) if may_split else ("",)
+        self._demands = {role: self._demands.get(role, Demand(objective, role)) for role in roles}
 
     def watch_peers(self, load: PeersLoad, alone: Callable[[], bool]) -> None:
         """Include the load of the pool's other schedulers. `alone()`: whether there is no link to them now."""
+        load.may_split = self._peers_load.may_split
         self._peers_load, self._alone = load, alone
 
     def watch_lead(self, standby: Callable[[], bool]) -> None:

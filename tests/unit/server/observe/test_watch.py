@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from fairlead.core.demand import Objective, PeersLoad
-from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.endpoint import ROLE_LABEL, Endpoint, Sample
 from fairlead.core.fleet import Fleet
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.request import Request
@@ -238,6 +238,74 @@ def test_a_standby_does_not_know_the_load_and_a_new_leader_measures_only_its_own
     always, later = numbers(-1), numbers(60)
     assert later[:67] == [None] * 67, "a standby, then half a minute of measuring"
     assert {*later[67:]} == {always[-1]}, "the same load needs as much as before, at once and later"
+
+
+class Roles:
+    """A pool of a policy that splits prompts of 1,000 tokens or more, after some minutes of equal traffic."""
+
+    def __init__(self, *roles: str) -> None:
+        self.clock, fleet = [0.0], Fleet()
+        for index, role in enumerate(roles):
+            fleet.up(Endpoint(f"e{index}", f"10.0.0.{index}:80", {ROLE_LABEL: role} if role else {}))
+        self.fleet, self.watch = fleet, Watch(fleet, lambda: self.clock[0])
+        self.watch.watch_prompts(lambda prompt, lacking: lacking >= 1000)
+
+    def serve(self, prompt: int, hit: int = 0, prefill: str = "", steps: int = 20) -> "Roles":
+        request = Request(id=1, arrived=0.0, model="m", prompt_tokens=prompt)
+        fields = {"endpoint": "e1", "prefill": prefill, "hit_tokens": hit}
+        for _ in range(steps):
+            self.clock[0] += 5.0
+            for _ in range(200):
+                self.watch.on_decision(DecisionRecord(request=request, at=0.0, policy="p", **fields), 1e-4)
+            self.numbers()
+        return self
+
+    def numbers(self) -> dict[str, float]:
+        lines = b"".join(self.watch.exposition()).decode().splitlines()
+        own = [line.split() for line in lines if line.startswith("fairlead_desired_replicas")]
+        return {name.removeprefix("fairlead_desired_replicas"): float(number) for name, number in own}
+
+
+BY_ROLE = ['{role="prefill"}', '{role="decode"}']
+
+
+@pytest.mark.parametrize("prefill", ["e0", ""], ids=["split", "computed where the answer is"])
+def test_prompts_are_load_of_prefill_servers_wherever_they_are_computed(prefill):
+    pools = [Roles("prefill", "decode").serve(10_000, hit, prefill) for hit in (8000, 0)]
+    few, many = (pool.numbers() for pool in pools)
+    assert [*few] == [*many] == BY_ROLE
+    assert many[BY_ROLE[0]] > 3 * few[BY_ROLE[0]] > 3
+    assert many[BY_ROLE[1]] == few[BY_ROLE[1]]
+
+
+def test_prompts_that_the_policy_never_splits_are_load_of_decode_servers():
+    few, many = (Roles("prefill", "decode").serve(6000, hit=hit).numbers() for hit in (5001, 5000))
+    assert few[BY_ROLE[0]] == 0
+    assert many[BY_ROLE[0]] > 1
+    assert few[BY_ROLE[1]] > many[BY_ROLE[1]]
+
+
+@pytest.mark.parametrize("roles", [("decode", "decode"), ("prefill", "prefill"), ("", ""), ("both", "both")])
+def test_a_pool_with_one_kind_of_server_has_one_number(roles):
+    assert [*Roles(*roles).serve(4000).numbers()] == [""]
+
+
+def test_the_numbers_stay_apart_while_one_kind_has_no_server_and_only_with_such_a_policy():
+    pool = Roles("prefill", "decode").serve(4000)
+    pool.fleet.down("e0")
+    assert [*pool.serve(4000).numbers()] == BY_ROLE
+    assert (pool.watch.present_replicas("prefill"), pool.watch.present_replicas("decode")) == (0, 1)
+    pool.watch.watch_prompts(None)
+    assert pool.watch.roles == []
+    assert [*pool.serve(4000).numbers()] == [""]
+
+
+def test_no_role_has_a_number_on_a_standby_or_before_the_load_is_known():
+    pool = Roles("prefill", "decode").serve(4000, steps=2)
+    assert pool.numbers() == {}
+    assert [*pool.serve(4000).numbers()] == BY_ROLE
+    pool.watch.kube.leader.child("serving/epp").set(0)
+    assert pool.serve(4000).numbers() == {}
 
 
 def test_a_gateway_that_breaks_the_protocol_is_named_and_counted(caplog: pytest.LogCaptureFixture) -> None:
