@@ -5,7 +5,6 @@ Publishers serve any number of subscribers, and replays only read, so this does 
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 
 import zmq
 from msgspec import Struct
@@ -21,6 +20,7 @@ from fairlead.doctor.site import MOST_FOLLOWED, Site, tried
 from fairlead.pool.kv_events import discovery
 from fairlead.pool.kv_events.discovery import Curve, KvSource
 from fairlead.pool.kv_events.feed import Sync
+from fairlead.pool.kv_events.keys import read_keys
 from fairlead.pool.kv_events.subscriber import KvSubscriber, Subscription
 
 #: Seconds for connecting, and for replaying the events that engines have kept.
@@ -56,7 +56,7 @@ class KvListening:
 
         Raises `ConfigError` for CURVE keys that cannot be used."""
         site = self.site
-        curve = await asyncio.to_thread(own_keys, site)
+        curve, _ = await asyncio.to_thread(read_keys, site.config.kv_events.curve, False)
         self._events = events = KvSubscriber(self.exact.index)
         site.keep(events.close)
         sources = await asyncio.gather(*(self._source(endpoint, curve) for endpoint in self.endpoints))
@@ -131,21 +131,6 @@ class KvListening:
 async def listening(site: Site) -> KvListening:
     """The `KvListening` that all checks share; the first call starts it. Raises `ConfigError`."""
     return await site.once("kv listening", lambda: KvListening(site).start())
-
-
-def own_keys(site: Site) -> Curve | None:
-    """The configured CURVE keys; `None` = none are configured. Raises `ConfigError`."""
-    settings = site.config.kv_events.curve
-    if settings is None:
-        return None
-    try:
-        public, secret = (
-            Path(file).read_text(encoding="utf-8").strip()
-            for file in (settings.public_key_file, settings.secret_key_file)
-        )
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(error), "$.kvEvents.curve") from None
-    return Curve(public, secret, settings.server_key)
 
 
 def _topic(answer: Answer) -> str:

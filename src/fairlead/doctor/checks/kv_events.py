@@ -14,12 +14,13 @@ from fairlead.core.trust import ALGORITHM as WRONG_ALGORITHM
 from fairlead.core.trust import BLOCK_SIZE as WRONG_SIZE
 from fairlead.core.trust import SEED as WRONG_SEED
 from fairlead.core.trust import Case, diagnose
-from fairlead.doctor.kv_listening import KvListening, listening, own_keys
+from fairlead.doctor.kv_listening import KvListening, listening
 from fairlead.doctor.requests import COMPLETIONS, completion
 from fairlead.doctor.run import Finding, Kind, Severity, Skipped, check
 from fairlead.doctor.site import Site, series, tried
 from fairlead.pool.kv_events import discovery
 from fairlead.pool.kv_events.discovery import Limits, rank_address
+from fairlead.pool.kv_events.keys import read_keys
 from fairlead.pool.kv_events.replay import Context, Socket, receive, subscriber
 from fairlead.pool.kv_events.wire import live, topic_of
 
@@ -257,7 +258,8 @@ async def _by_scheduler(site: Site) -> list[Finding]:
 
 
 async def _by_ourselves(site: Site) -> list[Finding]:
-    bind, curve = site.config.kv_events.bind, await asyncio.to_thread(own_keys, site)
+    bind = site.config.kv_events.bind
+    curve, _ = await asyncio.to_thread(read_keys, site.config.kv_events.curve, True)
     context: Context = zmq.Context(1)
     try:
         socket = subscriber(context, Limits(), curve)

@@ -230,17 +230,15 @@ class KvSubscriber:
 
     # ---------------------------------------------------------------- binding
 
-    def bind(self, address: str, curve: Curve | None = None, clients: Collection[str] | None = None) -> str:
-        """Let publishers connect. `clients`: the allowed public CURVE keys, which need `curve`, the server's own keys.
+    def bind(self, address: str, curve: Curve | None = None, clients: Collection[str] = ()) -> str:
+        """Let publishers connect. With `curve`, the server's own keys, only those whose public keys are in `clients`.
 
         Returns the address, with its port, to which rank 0 connects; see `widen`. Only allowed publishers (`allow`) are
         read. Raises `zmq.ZMQError`.
         """
         if self._hub is not None:
             raise RuntimeError(f"already bound to {self._hub.address}")
-        if clients is not None:
-            if curve is None:
-                raise ValueError("client keys need a CURVE key pair of the server")
+        if curve is not None:
             self._authenticate(clients)
         self._hub = Hub(self._context, address, curve, self.limits, self.pump, self._admit)
         return self._hub.address

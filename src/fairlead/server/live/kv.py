@@ -18,7 +18,7 @@ import aiohttp
 import zmq
 from msgspec import Struct
 
-from fairlead.config.schema import Config, KvCurve
+from fairlead.config.schema import Config
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import ConfigError, cannot_listen
 from fairlead.core.events import EndpointDown, EndpointUp
@@ -31,8 +31,9 @@ from fairlead.core.kv.snapshot import Hold, Place, Shelved, save
 from fairlead.core.trust import wrong_hashes
 from fairlead.pool.aio import cancelled, in_turns
 from fairlead.pool.kv_events import discovery
-from fairlead.pool.kv_events.discovery import Curve, KvSource
+from fairlead.pool.kv_events.discovery import KvSource
 from fairlead.pool.kv_events.feed import Sync
+from fairlead.pool.kv_events.keys import read_keys
 from fairlead.pool.kv_events.subscriber import KvSubscriber, Publisher, Subscription
 from fairlead.server.files import write_whole
 from fairlead.server.indexer.client import fetch
@@ -139,7 +140,7 @@ class KvListening(Knowledge):
         """Raises `ConfigError` if something that is configured cannot be used."""
         settings = self._settings
         self._loop = asyncio.get_running_loop()
-        self._curve, clients = _keys(settings.curve, bool(settings.bind))
+        self._curve, clients = await asyncio.to_thread(read_keys, settings.curve, bool(settings.bind))
         await super().start(stack)
         self._session = await stack.enter_async_context(aiohttp.ClientSession())
         self._events = await stack.enter_async_context(KvSubscriber(self.exact.index))
@@ -395,26 +396,3 @@ def _host(endpoint: Endpoint) -> str:
 
 def _unusable(reason: str) -> None:
     log.warning("cannot use the snapshot of the KV index", reason=reason)
-
-
-def _keys(settings: KvCurve | None, bound: bool) -> tuple[Curve | None, list[str] | None]:
-    """Our own CURVE keys, and the public keys of publishers that may connect; `None` = no CURVE. `bound`: publishers
-    connect. Raises `ConfigError`."""
-    if settings is None:
-        return None, None
-    public = _words(settings.public_key_file, "publicKeyFile")
-    secret = _words(settings.secret_key_file, "secretKeyFile")
-    try:
-        curve = Curve("".join(public), "".join(secret), "" if bound else settings.server_key)
-    except ConfigError as error:
-        raise ConfigError(str(error), "$.kvEvents.curve") from None
-    if bound and not settings.clients_file:  # `fairlead indexer --bind`
-        raise ConfigError("needed, because publishers connect", "$.kvEvents.curve.clientsFile")
-    return curve, _words(settings.clients_file, "clientsFile") if bound else None
-
-
-def _words(path: str, field: str) -> list[str]:
-    try:
-        return Path(path).read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", f"$.kvEvents.curve.{field}") from None

@@ -506,15 +506,11 @@ async def test_curve_when_they_dial(events: Any, publish: Any) -> None:
 
 async def test_settings_that_cannot_be(events: Any) -> None:
     with pytest.raises(ConfigError):
-        Curve("short", "x" * 40)
-    with pytest.raises(ConfigError):
         rank_address("ipc:///tmp/x", 1)
     assert rank_address("tcp://[::1]:5557", 2) == "tcp://[::1]:5559"
     with pytest.raises(zmq.ZMQError):
         events.watch(0, KvSource("nonsense"))
     assert events.counts(0) == []
-    with pytest.raises(ValueError):
-        events.bind("tcp://127.0.0.1:*", clients=["x"])
     with pytest.raises(KeyError):
         events.watch(9, KvSource("tcp://127.0.0.1:1"))
 
