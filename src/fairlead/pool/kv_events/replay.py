@@ -87,21 +87,37 @@ def receive_from(socket: Socket) -> tuple[list[bytes], int] | None:
     return [frame.bytes for frame in frames], int(frames[0].get(zmq.SRCFD))
 
 
-class Monitor:
-    """Reports when a socket's connection is up or lost, and the descriptor of a lost one."""
+#: Events of a monitor: how a handshake may fail. Without detail, the other side ended the connection.
+AUTH, PROTOCOL, NO_DETAIL = _FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+)
 
-    def __init__(self, socket: Socket, connected: Callable[[], None], lost: Callable[[int], None]) -> None:
+
+class Monitor:
+    """Reports when a socket's connection is up or lost, the descriptor of a lost one, and why a handshake failed."""
+
+    def __init__(
+        self,
+        socket: Socket,
+        connected: Callable[[], None],
+        lost: Callable[[int], None],
+        refused: Callable[[int], None],
+    ) -> None:
         self._watched = socket
-        self._events: Any = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        events = sum(_FAILURES) | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._events: Any = socket.get_monitor_socket(events)
         self._connected = connected
         self._lost = lost
+        self._refused = refused
 
     @property
     def descriptor(self) -> int:
         return int(self._events.get(zmq.FD))
 
     def read(self) -> None:
-        """Read the socket's events, and report each connection that came up or was lost."""
+        """Read the socket's events, and report each connection that came up, was lost or failed."""
         while True:
             try:
                 event = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))
@@ -111,6 +127,8 @@ class Monitor:
                 self._lost(int(event["value"]))
             elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected()
+            else:
+                self._refused(event["event"])
 
     def close(self) -> None:
         with contextlib.suppress(zmq.ZMQError):

@@ -17,8 +17,31 @@ from fairlead.core.kv.snapshot import Place
 from fairlead.pool.kv_events.discovery import Curve, KvSource, Limits, rank_address
 from fairlead.pool.kv_events.feed import Count, Feed, Sync
 from fairlead.pool.kv_events.pump import Pump
-from fairlead.pool.kv_events.replay import Context, Monitor, Replayer, bound_to, receive, receive_from, subscriber
+from fairlead.pool.kv_events.replay import (
+    AUTH,
+    NO_DETAIL,
+    PROTOCOL,
+    Context,
+    Monitor,
+    Replayer,
+    bound_to,
+    receive,
+    receive_from,
+    subscriber,
+)
 from fairlead.pool.kv_events.wire import BatchDecoder, bounded, live, topic_of
+
+#: Why a publisher that we connect to is not heard, by the monitor's event.
+_REFUSED_BY: dict[int, str] = {
+    AUTH: "it does not accept our public key",
+    PROTOCOL: "only one side uses CURVE",
+    NO_DETAIL: "it ended the handshake: it has no CURVE, or serverKey is not its key",
+}
+#: Why a publisher that connects is not heard. Others that end the handshake may be no publishers.
+_REFUSED: dict[int, str] = {
+    AUTH: "its public key is not in kvEvents.curve.clientsFile",
+    PROTOCOL: "only one side uses CURVE, or its curve_serverkey is not our public key",
+}
 
 
 class Subscription:
@@ -42,10 +65,13 @@ class Subscription:
         self._socket = subscriber(context, limits, curve)
         events, replay = addresses
         self._address = events
+        self._secured = curve is not None
+        #: Why the last handshake failed; empty = it succeeded, or there was none.
+        self.refusal = ""
         #: The loop time from which on `sweep` connects again: libzmq no longer does it by itself. Infinite = never.
         self._mend_at = inf
         try:
-            self._monitor = Monitor(self._socket, self._connected, lambda descriptor: self._lost())
+            self._monitor = Monitor(self._socket, self._connected, lambda descriptor: self._lost(), self._refused)
             self._socket.connect(events)
         except zmq.ZMQError:
             self._socket.close(linger=0)
@@ -122,7 +148,12 @@ class Subscription:
     def _wake(self) -> None:
         self._pump.wake(self)
 
+    def _refused(self, event: int) -> None:
+        if self._secured or event != NO_DETAIL:  # a proxy in front of an engine that does not run ends connections too
+            self.refusal = _REFUSED_BY[event]
+
     def _connected(self) -> None:
+        self.refusal = ""
         self.feed.cache.linked = True
         if self._replayer is not None:
             self._replayer.connected()
@@ -230,8 +261,15 @@ class KvSubscriber:
 
     # ---------------------------------------------------------------- binding
 
-    def bind(self, address: str, curve: Curve | None = None, clients: Collection[str] = ()) -> str:
+    def bind(
+        self,
+        address: str,
+        curve: Curve | None = None,
+        clients: Collection[str] = (),
+        refused: Callable[[str], None] = lambda reason: None,
+    ) -> str:
         """Let publishers connect. With `curve`, the server's own keys, only those whose public keys are in `clients`.
+        `refused` is called with the reason when a handshake fails.
 
         Returns the address, with its port, to which rank 0 connects; see `widen`. Only allowed publishers (`allow`) are
         read. Raises `zmq.ZMQError`.
@@ -240,7 +278,7 @@ class KvSubscriber:
             raise RuntimeError(f"already bound to {self._hub.address}")
         if curve is not None:
             self._authenticate(clients)
-        self._hub = Hub(self._context, address, curve, self.limits, self.pump, self._admit)
+        self._hub = Hub(self._context, address, curve, self.limits, self.pump, self._admit, refused)
         return self._hub.address
 
     def widen(self, ranks: int) -> None:
@@ -380,10 +418,12 @@ class Hub:
         limits: Limits,
         pump: Pump,
         admit: Callable[[str, str, int], Feed | None],
+        refused: Callable[[str], None],
     ) -> None:
         self._limits = limits
         self._pump = pump
         self._admit = admit
+        self._refused = refused
         self._loop = asyncio.get_running_loop()
         self._decoders: dict[bytes, BatchDecoder] = {}
         self._feeds: dict[tuple[bytes, int], Feed] = {}
@@ -400,7 +440,7 @@ class Hub:
             raise
         self.address = bound_to(self._socket)
         self._ranks = 1
-        self._monitor = Monitor(self._socket, lambda: None, self._lost)
+        self._monitor = Monitor(self._socket, lambda: None, self._lost, self._failed)
         self._descriptors = (int(self._socket.get(zmq.FD)), self._monitor.descriptor)
         for descriptor in self._descriptors:
             self._loop.add_reader(descriptor, self._wake)
@@ -429,6 +469,10 @@ class Hub:
             if connection == descriptor:
                 feed.cache.linked = False
                 feed.connection_lost()
+
+    def _failed(self, event: int) -> None:
+        if event in _REFUSED:
+            self._refused(_REFUSED[event])
 
     def forget(self, feed: Feed) -> None:
         """Drop the feed of an endpoint that is gone."""

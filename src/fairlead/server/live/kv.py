@@ -12,6 +12,7 @@ Everything else that decisions see changes only through `Pipeline.handle`.
 import asyncio
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping
+from math import inf
 from pathlib import Path
 
 import aiohttp
@@ -105,6 +106,8 @@ _REFRESH = 0.1
 ASK_AGAIN = (1.0, 15.0)
 #: Seconds between two checks whether an endpoint's publisher has changed.
 STILL_THERE = 10.0
+#: Seconds until it is logged again that publishers cannot connect.
+_SAY_AGAIN = 60.0
 #: Names in topics instead of a pod's, for blocks in storage that all endpoints share (llm-d's storage back end).
 _STORAGE = ("SHARED_STORAGE", "OBJECT_STORE")
 
@@ -122,6 +125,10 @@ class KvListening(Knowledge):
         self._sources: dict[str, KvSource] = {}
         #: Why the last try to subscribe failed, by endpoint id.
         self._refused: dict[str, str] = {}
+        #: Why the handshake with an endpoint's publisher fails, by endpoint id; empty = it does not.
+        self._barred: dict[str, str] = {}
+        #: When it was last logged that publishers cannot connect, as loop time by reason.
+        self._turned_away: dict[str, float] = {}
         #: The last logged problem with an endpoint's block hashes, by endpoint id; empty = none.
         self._unlike: dict[str, str] = {}
         self._shelved: Shelved | None = None
@@ -156,7 +163,7 @@ class KvListening(Knowledge):
         if settings.bind:
             self.exact.index.add_slot(EVERYONE)
             try:
-                bound = self._events.bind(settings.bind, self._curve, clients)
+                bound = self._events.bind(settings.bind, self._curve, clients, self._turn_away)
                 self._events.widen(settings.ranks)
             except zmq.ZMQError as error:
                 refused = OSError(error.errno, str(error))
@@ -202,6 +209,7 @@ class KvListening(Knowledge):
     def _end_feeds(self, name: str, slot: int) -> None:
         self._sources.pop(name, None)
         self._refused.pop(name, None)
+        self._barred.pop(name, None)
         self._loaded.pop(slot, None)
         self._events.unwatch(slot)
 
@@ -252,6 +260,7 @@ class KvListening(Knowledge):
                 continue
             await asyncio.sleep(STILL_THERE)
             self._compare_hashes(endpoint, slot)
+            self._look_at_handshakes(endpoint, slot)
 
     def _compare_hashes(self, endpoint: Endpoint, slot: int) -> None:
         """Warn of block hashes that differ from ours. Such blocks are never found, as if the cache were empty."""
@@ -265,6 +274,20 @@ class KvListening(Knowledge):
                 detail=finding.detail,
             )
         self._unlike[endpoint.id] = finding.detail if finding is not None else ""
+
+    def _look_at_handshakes(self, endpoint: Endpoint, slot: int) -> None:
+        refusals = [subscription.refusal for subscription in self.subscriptions(slot) if subscription.refusal]
+        reason = refusals[0] if refusals else ""
+        if reason and self._barred.get(endpoint.id) != reason:
+            log.warning("cannot receive an endpoint's KV events", endpoint=endpoint.id, reason=reason)
+        self._barred[endpoint.id] = reason
+
+    def _turn_away(self, reason: str) -> None:
+        """Log that a publisher could not connect, once a minute for each reason."""
+        now = self._loop.time()
+        if now > self._turned_away.get(reason, -inf) + _SAY_AGAIN:
+            self._turned_away[reason] = now
+            log.warning("a publisher of KV events could not connect", reason=reason)
 
     async def _source(self, endpoint: Endpoint, slot: int) -> KvSource | None:
         settings = self._settings
@@ -310,7 +333,7 @@ class KvListening(Knowledge):
         self._sources[endpoint.id] = source
         self._loaded.pop(slot, None)
         self._refused.pop(endpoint.id, None)
-        log.info("subscribed to KV events", endpoint=endpoint.id, address=source.events, replay=source.replay)
+        log.info("subscribing to KV events", endpoint=endpoint.id, address=source.events, replay=source.replay)
         return True
 
     # ---------------------------------------------------------------- state
@@ -375,6 +398,11 @@ class KvListening(Knowledge):
             self._shelved = Shelved(self.exact.index, content)
         except ValueError as error:
             _unusable(str(error))
+
+    def unheard(self) -> str:
+        """Why KV events of endpoints cannot be received; empty = handshakes with their publishers succeed."""
+        barred = [(name, reason) for name, reason in self._barred.items() if reason]
+        return f"no KV events of {len(barred)} endpoints, e.g. {barred[0][0]}: {barred[0][1]}" if barred else ""
 
     def unsaved(self) -> str:
         """Why the snapshot cannot be written; empty = it can."""

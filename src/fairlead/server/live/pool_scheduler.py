@@ -168,6 +168,7 @@ class PoolScheduler:
             troubles.watch("tokens", kv.trouble)
         if isinstance(kv, KvListening):
             troubles.watch("kv-snapshot", kv.unsaved)
+            troubles.watch("kv-events", kv.unheard)
         if self.core.replicas is not None:
             troubles.watch("replicas", self.core.replicas.trouble)
         if self.core.journal is not None:

@@ -483,11 +483,15 @@ async def test_curve_when_we_connect(events: Any, publish: Any) -> None:
     await until(lambda: blocks(events) == 1)
     await until(lambda: events.counts(1)[0].failed_replays > 0 and events.counts(2)[0].failed_replays > 0)
     assert blocks(events, 1) == blocks(events, 2) == 0
+    await until(lambda: all(events.subscriptions(slot)[0].refusal for slot in (1, 2)))
+    refusals = [events.subscriptions(slot)[0].refusal for slot in (0, 1, 2)]
+    assert refusals == ["", "it ended the handshake: it has no CURVE, or serverKey is not its key", "only one side uses CURVE"]
 
 
 async def test_curve_when_they_dial(events: Any, publish: Any) -> None:
     server, client, stranger = keys(), keys(), keys()
-    address = events.bind("tcp://127.0.0.1:*", Curve(*server), clients=[client[0]])
+    reasons: set[str] = set()
+    address = events.bind("tcp://127.0.0.1:*", Curve(*server), [client[0]], reasons.add)
     events.allow({"10.0.0.1:8000": Publisher(0, "m"), "10.0.0.2:8000": Publisher(1, "m")})
     good = publish(events=address, connect=True, replay="", curve=Curve(*client, server[0]))
     bad = publish("10.0.0.2:8000", events=address, connect=True, replay="", curve=Curve(*stranger, server[0]))
@@ -502,6 +506,9 @@ async def test_curve_when_they_dial(events: Any, publish: Any) -> None:
             store(publisher, digest)
         await until(lambda digest=digest: blocks(events, 0) == digest)
     assert blocks(events, 1) == 0
+    await until(lambda: len(reasons) == 2)
+    assert [reason for reason in reasons if "clientsFile" in reason]
+    assert [reason for reason in reasons if "only one side" in reason]
 
 
 async def test_settings_that_cannot_be(events: Any) -> None:

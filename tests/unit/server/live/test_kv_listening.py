@@ -336,6 +336,36 @@ async def test_a_server_key_does_not_let_others_connect(start: Start, tmp_path: 
     assert not list(world.index.caches_of(other))
 
 
+async def test_why_a_publisher_is_not_heard_is_said(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kv, "STILL_THERE", 0.02)
+    pairs = write_keys(tmp_path)
+    aside = KvPublisher(KvEventsConfig(curve=Curve(*pairs["own"])), "pod", "m")
+    port = int(aside.events_address.rpartition(":")[2])
+    curve = curve_of(tmp_path, serverKey=pairs["other"][0])
+    world = await start(f"{{enabled: true, port: {port}, curve: {curve}}}")
+    world.up("pool/a", "127.0.0.1:8000")
+    await world.until(world.kv.unheard)
+    reason = "it ended the handshake: it has no CURVE, or serverKey is not its key"
+    assert world.kv.unheard() == f"no KV events of 1 endpoints, e.g. pool/a: {reason}"
+    assert "cannot receive an endpoint's KV events" in caplog.text
+    world.down("pool/a")
+    assert not world.kv.unheard()
+    await aside.close()
+
+
+async def test_a_publisher_that_may_not_connect_is_logged(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pairs, port = write_keys(tmp_path), free_ports(1)[0]
+    world = await start(f"{{enabled: true, bind: 'tcp://127.0.0.1:{port}', curve: {curve_of(tmp_path)}}}")
+    dial = {"events": f"tcp://127.0.0.1:{port}", "replay": "", "connect": True}
+    world.publisher("a", **dial, curve=Curve(*pairs["other"], pairs["own"][0]))
+    await world.until(lambda: "clientsFile" in " ".join(str(vars(record)) for record in caplog.records))
+    assert "a publisher of KV events could not connect" in caplog.text
+
+
 async def test_ranks_of_a_pod_that_are_endpoints(start: Start) -> None:
     """All may dial in under the name of the first, each on its own port. The name counts more than the number in
     batches."""
