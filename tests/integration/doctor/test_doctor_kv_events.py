@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import Callable
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -11,12 +12,14 @@ import pytest
 import zmq
 import zmq.asyncio
 from aiohttp import web
+from msgspec.structs import replace
 from ports import free_ports
 
 from fairlead.doctor.checks import kv_events as kv_dialled
 from fairlead.doctor.requests import CHAT
 from fairlead.doctor.run import Examination
 from fairlead.lab.stub.kv_publisher import KvEventsConfig, encode_batch
+from fairlead.pool.kv_events.discovery import Curve
 from fairlead.pool.kv_events.wire import replay_reply
 
 Json = dict[str, Any]
@@ -264,6 +267,26 @@ async def test_how_long_nobody_was_heard_is_said(
     silent = [finding for finding in found.findings if "default/e1" in finding.where]
     assert [finding.code for finding in silent] == ["kv-dialled.nobody"]
     assert re.fullmatch(r"nothing was heard in \d+\.\d s, after 2 requests to it", silent[0].evidence)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+async def test_a_publisher_that_is_not_listed_is_not_heard(
+    world: Any, pool_of: Listed, tmp_path: Path, listed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a running scheduler too, which would refuse it."""
+    if not listed:
+        monkeypatch.setattr(kv_dialled, "ROUNDS", (0.2, 0.3))
+    own, client, other = (tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(3))
+    files = {"publicKeyFile": own[0], "secretKeyFile": own[1], "clientsFile": client[0] if listed else other[0]}
+    for name, key in files.items():
+        (tmp_path / name).write_text(key)
+    port = free_ports(1)[0]
+    events = replace(dialling(port), curve=Curve(*client, own[0]))
+    curve = {name: str(tmp_path / name) for name in files}
+    settings = {"enabled": True, "bind": f"tcp://127.0.0.1:{port}", "curve": curve}
+    config = {"endpoints": pool_of(await world.stubs(1, events)), "kvEvents": settings, **BY_ENGINE}
+    found = await world.examined(config, probe=True, only=("kv-dialled",))
+    assert codes(found) == (set() if listed else {"kv-dialled.nobody"})
 
 
 async def test_events_without_token_ids_of_chats_are_named(world: Any, pool_of: Listed) -> None:

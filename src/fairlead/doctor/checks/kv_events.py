@@ -20,7 +20,7 @@ from fairlead.doctor.run import Finding, Kind, Severity, Skipped, check
 from fairlead.doctor.site import Site, series, tried
 from fairlead.pool.kv_events import discovery
 from fairlead.pool.kv_events.discovery import Limits, rank_address
-from fairlead.pool.kv_events.keys import read_keys
+from fairlead.pool.kv_events.keys import authenticator, read_keys
 from fairlead.pool.kv_events.replay import Context, Socket, receive, subscriber
 from fairlead.pool.kv_events.wire import live, topic_of
 
@@ -115,7 +115,8 @@ async def _kv_events_of(site: Site, kv: KvListening, slot: int) -> list[Finding]
         # The check `endpoints` reports an endpoint that does not answer.
         return findings if source.away else [*findings, OFF.at(name, source.reason)]
     if not kv.linked(slot):
-        return [*findings, UNCONNECTED.at(name, f"no connection to {source.source.events}")]
+        reasons = [f": {subscription.refusal}" for subscription in kv.subscriptions(slot) if subscription.refusal]
+        return [*findings, UNCONNECTED.at(name, "".join((f"no connection to {source.source.events}", *reasons[:1])))]
     known = {finding.code for finding in findings}
     findings += [finding for finding in _by_hashes(kv, slot) if finding.code not in known]
     counts = [subscription.feed.count for subscription in kv.subscriptions(slot)]
@@ -175,7 +176,8 @@ TOPIC = Kind(
 )  # fmt: skip
 NO_EVENTS = Kind(
     "kv-dialled.nobody", Severity.ERROR, "no events of an endpoint have arrived",
-    "let the endpoint in its --kv-events-config be kvEvents.bind of this machine; an idle engine sends nothing",
+    "let the endpoint in its --kv-events-config be kvEvents.bind of this machine; with curve, list its public key in"
+    " clientsFile; an idle engine sends nothing",
     _BELIEVED,
 )  # fmt: skip
 
@@ -259,9 +261,12 @@ async def _by_scheduler(site: Site) -> list[Finding]:
 
 async def _by_ourselves(site: Site) -> list[Finding]:
     bind = site.config.kv_events.bind
-    curve, _ = await asyncio.to_thread(read_keys, site.config.kv_events.curve, True)
+    curve, clients = await asyncio.to_thread(read_keys, site.config.kv_events.curve, True)
     context: Context = zmq.Context(1)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(context.destroy, linger=0)
+        if curve is not None:
+            stack.callback(authenticator(context, clients).stop)
         socket = subscriber(context, Limits(), curve)
         try:
             for rank in range(_listened_for(site)):
@@ -269,8 +274,6 @@ async def _by_ourselves(site: Site) -> list[Finding]:
         except (ConfigError, zmq.ZMQError) as error:
             return [TAKEN.at("", f"{bind}: {error}")]
         listened = await _listened(site, _own_ear(site, socket), ROUNDS if site.probe else (_WITHOUT_PROBE,))
-    finally:
-        context.destroy(linger=0)
     if listened.received.strange:
         return [TOPIC.at("", f"received: {listened.received.topic or 'an empty topic'}")]
     return listened.without_events()

@@ -1,7 +1,9 @@
 """The CURVE keys of Fairlead, and of publishers that may connect to it, as configured."""
 
 import struct
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import zmq
 from zmq.utils import z85
@@ -34,6 +36,23 @@ def read_keys(settings: KvCurve | None, bound: bool) -> tuple[Curve | None, list
     if not clients:
         raise ConfigError(f"{settings.clients_file} has no keys", f"{_PLACE}.clientsFile")
     return Curve(public, secret), clients
+
+
+def authenticator(context: "zmq.Context[zmq.Socket[bytes]]", clients: Iterable[str]) -> Any:
+    """Start to refuse CURVE connections to sockets of the context, except of clients with these public keys; `stop()`
+    ends it. Needs the event loop."""
+    from zmq.auth.asyncio import AsyncioAuthenticator
+
+    allowed = frozenset(key.encode() for key in clients)
+
+    class Keys:
+        def callback(self, domain: str, key: bytes) -> bool:
+            return key in allowed
+
+    started = AsyncioAuthenticator(context)
+    started.configure_curve_callback("*", Keys())
+    started.start()
+    return started
 
 
 def _own_key(path: str, field: str) -> str:

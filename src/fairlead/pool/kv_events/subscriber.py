@@ -16,6 +16,7 @@ from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.snapshot import Place
 from fairlead.pool.kv_events.discovery import Curve, KvSource, Limits, rank_address
 from fairlead.pool.kv_events.feed import Count, Feed, Sync
+from fairlead.pool.kv_events.keys import authenticator
 from fairlead.pool.kv_events.pump import Pump
 from fairlead.pool.kv_events.replay import (
     AUTH,
@@ -277,7 +278,7 @@ class KvSubscriber:
         if self._hub is not None:
             raise RuntimeError(f"already bound to {self._hub.address}")
         if curve is not None:
-            self._authenticate(clients)
+            self._authenticator = authenticator(self._context, clients)
         self._hub = Hub(self._context, address, curve, self.limits, self.pump, self._admit, refused)
         return self._hub.address
 
@@ -316,19 +317,6 @@ class KvSubscriber:
     def _forget(self, feed: Feed) -> None:
         assert self._hub is not None
         self._hub.forget(feed)
-
-    def _authenticate(self, clients: Collection[str]) -> None:
-        from zmq.auth.asyncio import AsyncioAuthenticator
-
-        allowed = frozenset(key.encode() for key in clients)
-
-        class Keys:
-            def callback(self, domain: str, key: bytes) -> bool:
-                return key in allowed
-
-        self._authenticator = AsyncioAuthenticator(self._context)
-        self._authenticator.configure_curve_callback("*", Keys())
-        self._authenticator.start()
 
     # ---------------------------------------------------------------- state
 

@@ -485,7 +485,11 @@ async def test_curve_when_we_connect(events: Any, publish: Any) -> None:
     assert blocks(events, 1) == blocks(events, 2) == 0
     await until(lambda: all(events.subscriptions(slot)[0].refusal for slot in (1, 2)))
     refusals = [events.subscriptions(slot)[0].refusal for slot in (0, 1, 2)]
-    assert refusals == ["", "it ended the handshake: it has no CURVE, or serverKey is not its key", "only one side uses CURVE"]
+    assert refusals == [
+        "",
+        "it ended the handshake: it has no CURVE, or serverKey is not its key",
+        "only one side uses CURVE",
+    ]
 
 
 async def test_curve_when_they_dial(events: Any, publish: Any) -> None:
