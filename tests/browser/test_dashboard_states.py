@@ -18,7 +18,7 @@ from waiting_rules import AbleRules
 
 import fairlead.server.pages
 from fairlead.core.binding import PairBinder
-from fairlead.core.endpoint import MODEL_LABEL, BaseModels, Endpoint, Sample
+from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL, BaseModels, Endpoint, Sample
 from fairlead.core.fairness import StartTimeFair
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow_control import FlowControl, FlowController
@@ -107,13 +107,16 @@ class Scheduler:
     def serve(
         self, number: int, endpoint: str, model: str = "m", status: int = 200, tenant: str = "", client_id: str = "",
         target: str = "", at: float | None = None, ttft_ms: float = 110.0, answered_by: str = "",
+        prefill: str = "",
     ) -> None:  # fmt: skip
         request = Request(id=number, arrived=self.now(), model=model, target=target, prompt_tokens=900,
                           stream=True, fairness_id=tenant, external_id=client_id)  # fmt: skip
         at = self.now() if at is None else at
         forecast = Forecast(ttft_ms=120.0, low_ms=60.0, high_ms=300.0)
         self.watch.on_decision(
-            DecisionRecord(request=request, at=at, policy="p", endpoint=endpoint, address="x:1", forecast=forecast),
+            DecisionRecord(
+                request=request, at=at, policy="p", endpoint=endpoint, address="x:1", prefill=prefill, forecast=forecast
+            ),
             1e-4,
         )
         self.watch.on_outcome(
@@ -406,6 +409,23 @@ async def _names_the_endpoint_that_answered(scheduler: Scheduler, page: Page) ->
     await page.press("Escape")
     await page.run("location.hash = '#endpoint=default%2Fmodel-server-001'")
     await page.until(f"document.querySelector('#endpoint-decisions {cell}')?.textContent === '{both}'")
+
+
+async def test_roles_and_both_ends_of_a_pair_are_shown(scheduler: Scheduler, browser: Browser) -> None:
+    scheduler.add(1)
+    page = await browser.page(scheduler.url)
+    await live(page)
+    role = "[...document.querySelectorAll('#endpoint-rows [data-column=role]')].filter((cell) => cell.offsetParent)"
+    assert await page.run(f"{role}.length") == 0, "there are none"
+    for name in ("prefill", "decode"):
+        scheduler.fleet.up(Endpoint(f"pd/{name}", f"{name}:80", {ROLE_LABEL: name}))
+    scheduler.serve(1, "pd/decode", prefill="pd/prefill")
+    await page.until(f"{role}.map((cell) => cell.textContent).join() === 'Role,–,decode,prefill'")
+    cell = 'tr[data-key="1"] [data-column=endpoint]'
+    await page.until(f"document.querySelector('#decision-rows {cell}')?.textContent === 'pd/decode ← pd/prefill'")
+    await page.run("location.hash = '#endpoint=pd%2Fprefill'")
+    await page.until(f"document.querySelector('#endpoint-decisions {cell}')")
+    await page.close()
 
 
 async def test_an_outage_is_red_and_says_since_when_and_what_to_do(

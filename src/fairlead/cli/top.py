@@ -202,7 +202,8 @@ def _first(rows: list[Row], most: int | None) -> list[Row]:
 
 def _fitting(rows: list[Row], width: int) -> tuple[list[_Column], int]:
     """The columns that fit beside the names of endpoints, and how many characters they leave for the names."""
-    columns = [column for column in _COLUMNS if width >= column[1]]
+    roles = any(row["role"] for row in rows)
+    columns = [column for column in _COLUMNS if width >= column[1] and (roles or column[0] != "role")]
     while True:
         widths = [max(cell_len(str(text)) for text in (name, *map(cell, rows))) for name, _, cell in columns]
         left = width - min(widths[1], _STATE) - sum(widths[2:]) - 3 * len(widths)
@@ -227,6 +228,7 @@ def _near(row: Row) -> str:
 _COLUMNS: tuple[_Column, ...] = (
     ("endpoint", 0, lambda row: row["id"]),
     ("state", 0, lambda row: Text(*_state(row))),
+    ("role", 90, lambda row: row["role"] or _DASH),
     ("waiting", 0, lambda row: f"{_near(row)}{row['queue']:,.0f}"),
     ("running", 0, lambda row: f"{_near(row)}{row['active']:,.0f}"),
     ("KV", 0, lambda row: f"{_near(row)}{_percent(row['kv'])}"),

@@ -398,6 +398,8 @@ class SchedulerMetrics:
             self._splitting.add(record.policy)
         kind = "prefill-decode" if record.prefill else "decode-only"
         self.families.pairs.child(record.policy, bundle.labels[0], kind).value += 1
+        if record.prefill:
+            self.families.prefills.child(record.prefill).value += 1
 
     def _refused(self, record: DecisionRecord) -> None:
         # If the model is not defined, the client may have made up its name, which must not become a label.

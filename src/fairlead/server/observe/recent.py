@@ -75,6 +75,7 @@ class EndpointSums(Struct, frozen=True, gc=False):
     #: Records of any kind. The row is dropped when this is 0.
     records: float = 0.0
     routed: float = 0.0
+    #: Of a pair, those of the endpoint that computes the prompt.
     prompt_tokens: float = 0.0
     hit_tokens: float = 0.0
     #: Streamed answers, and their milliseconds from sending to the first token; those with a forecast, their predicted
@@ -124,7 +125,9 @@ class Recent:
         self.traffic.add(_traffic(record), now, (1.0, float(refused and record.outcome != LEFT.reason)))
         if not refused:
             decided = (1.0, 1.0, request.prompt_tokens, record.hit_tokens)
-            self._endpoints.add(record.endpoint, now, decided + _OUTCOME_ZEROS)
+            self._endpoints.add(record.prefill or record.endpoint, now, decided + _OUTCOME_ZEROS)
+            if record.prefill:
+                self._endpoints.add(record.endpoint, now, (1.0, 1.0, 0.0, 0.0, *_OUTCOME_ZEROS))
 
     def on_outcome(self, record: OutcomeRecord) -> None:
         now, forecast = record.at, record.forecast

@@ -75,6 +75,7 @@ class RequestFamilies:
         self.overloaded = counters()
         self.expired = counters()
         self.fallbacks = counters("endpoint", cap=cap, fold=("endpoint",))
+        self.prefills = counters("endpoint", cap=cap, fold=("endpoint",))
         self.repeated = counters("endpoint", cap=cap, fold=("endpoint",))
         self.stalls = counters("endpoint", "level", cap=cap, fold=("endpoint",))
         self.loop_lag = histograms(bounds=buckets.LAG)
@@ -93,7 +94,7 @@ class RequestFamilies:
 
     def by_endpoint(self) -> tuple[tuple[Family[Counter], str], ...]:
         """Return the families that count by endpoint, with the label that has its name, id or address."""
-        unnamed = self.fallbacks, self.repeated, self.stalls
+        unnamed = self.fallbacks, self.prefills, self.repeated, self.stalls
         return (self.attempts, "endpoint_name"), *((family, "endpoint") for family in unnamed)
 
     def forget(self, kept: Collection[tuple[str, ...]]) -> None:
@@ -237,6 +238,7 @@ class RequestFamilies:
         show("fairlead_all_overloaded_total", "Decisions with every candidate overloaded.", self.overloaded)
         show("fairlead_lease_expired_total", "Requests whose end was never reported.", self.expired)
         show("fairlead_fallback_requests_total", "Requests the gateway served without asking.", self.fallbacks)
+        show("fairlead_prefills_total", "Requests whose prompt this endpoint computes for another one.", self.prefills)
         text = "Requests answered elsewhere because this endpoint could not be reached, broke off or was overdue."
         show("fairlead_repeated_total", text, self.repeated)
         show("fairlead_stalls_total", "Times that an endpoint began to hang, or recovered.", self.stalls)

@@ -192,6 +192,7 @@ def decision(wall: float, decision: DecisionRecord, outcome: OutcomeRecord | Non
         tenant=request.fairness_id,
         priority=request.priority,
         endpoint=decision.endpoint,
+        prefill=decision.prefill,
         answered_by=answered_by(decision, outcome),
         outcome=decision.outcome,
         status=decision.status,
@@ -262,7 +263,7 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str = ""
     #: A part of the fairness id.
     tenant: str = ""
-    #: The whole id of the endpoint that was chosen, or that answered.
+    #: The whole id of an endpoint that was chosen, or that answered.
     endpoint: str = ""
     outcome: Outcome = ""
     #: The whole name of the model that the client requested; empty = it named none, `None` = any.
@@ -280,7 +281,10 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             and (not model or model in request.model.lower() or model in request.target_model.lower())
             and (self.requested is None or self.requested == request.model)
             and (not tenant or tenant in request.fairness_id.lower())
-            and (not self.endpoint or self.endpoint in (decision.endpoint, answered_by(decision, outcome)))
+            and (
+                not self.endpoint
+                or self.endpoint in (decision.endpoint, decision.prefill, answered_by(decision, outcome))
+            )
             and (not self.outcome or self.outcome == outcome_of(decision, outcome))
         ]
 

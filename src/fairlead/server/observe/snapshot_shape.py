@@ -61,9 +61,9 @@ class EndpointRow(Struct, frozen=True, kw_only=True, gc=False):
     avoided_s: float
     #: Whether it hangs: `well`, `suspect`, `out`.
     suspicion: str
-    #: In the last minute: requests sent, and the share of their prompt tokens that was predicted to be cached. If the
-    #: journal held less than the minute when somebody began to look, `sent` is estimated from that for a minute;
-    #: `None` = it held less than a second.
+    #: In the last minute: requests sent, and the share of the prompt tokens computed there that was predicted to be
+    #: cached. If the journal held less than the minute when somebody began to look, `sent` is estimated from that for a
+    #: minute; `None` = it held less than a second.
     sent: int | None
     hit_rate: float | None
     #: Streamed answers of the last minute: the mean times from sending to the first token, predicted and actual; the
@@ -189,6 +189,8 @@ class DecisionRow(Struct, frozen=True, kw_only=True):
     tenant: str
     priority: int
     endpoint: str
+    #: The endpoint that computes the prompt; empty = `endpoint` does.
+    prefill: str
     #: The endpoint that answered instead; empty = `endpoint` did, or nobody has.
     answered_by: str
     outcome: str

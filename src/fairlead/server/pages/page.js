@@ -15,7 +15,7 @@ const TTFT = { name: "ttft", title: "Time to first token", unit: "time", least: 
 // if the table does not have it.
 const KINDS = {
   endpoint: {
-    key: "id", ask: "id", sought: "endpoint", facts: (row) => [["Address", row.address], ["Model", row.model || DASH], ["Role", row.role || DASH]],
+    key: "id", ask: "id", sought: "endpoint", facts: (row) => [["Address", row.address], ["Model", row.model || DASH]],
     charts: [
       { name: "load", title: "Requests there", unit: "requests", least: 4, show: count, lines: [
         { title: "running", color: "blue", dash: "solid", width: 2.5, fill: true, value: (point) => point.active },

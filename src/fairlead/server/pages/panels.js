@@ -27,6 +27,7 @@ const ENDPOINTS = [
   { id: "id", title: "Endpoint", text: true, name: true, sort: (row) => row.id, fill: page },
   { id: "state", title: "State", text: true, wide: true, value: state, sort: (row) => STATES[row.state].rank,
     hint: "Whether requests are sent there; if not, why and since when" },
+  { id: "role", title: "Role", text: true, sort: (row) => row.role, value: (row) => row.role || DASH },
   { id: "queue", title: "Waiting", sort: (row) => row.queue, value: (row) => about(row) + count(row.queue),
     hint: "Requests before their first token: the last scrape, corrected by our own requests since" },
   { id: "active", title: "Running", sort: (row) => row.active, value: (row) => about(row) + count(row.active),
@@ -125,7 +126,7 @@ const DECISIONS = [
   { id: "model", title: "Model", text: true, wide: true, long: true, value: (row) => row.model || DASH },
   { id: "tenant", title: "Tenant", text: true, wide: true, long: true, value: (row) => row.tenant || DASH },
   { id: "band", title: "Band", value: (row) => String(row.priority) },
-  { id: "endpoint", title: "Went to", text: true, wide: true, long: true, value: wentTo },
+  { id: "endpoint", title: "Went to", text: true, wide: true, long: true, value: wentTo, hint: "← the endpoint that computes its prompt; → the one that answered instead" },
   { id: "prompt", title: "Prompt", value: (row) => `${count(row.prompt_tokens)} tok` },
   { id: "cached", title: "Cached", value: (row) => percent(row.prompt_tokens ? row.hit_tokens / row.prompt_tokens : null), hint: "Share of the prompt predicted to be cached there" },
   { id: "queued", title: "Queued", value: (row) => (row.queued_ms ? milliseconds(row.queued_ms) : DASH) },
@@ -134,8 +135,10 @@ const DECISIONS = [
   { id: "ended", title: "Answer", text: true, wide: true, value: ended },
 ];
 
-function wentTo({ endpoint, answered_by: by, outcome }) {
-  return endpoint ? { text: by ? [endpoint, " → ", by] : endpoint } : { text: outcome, kind: "bad" };
+function wentTo({ endpoint, prefill, answered_by: by, outcome }) {
+  if (!endpoint) return { text: outcome, kind: "bad" };
+  const text = [endpoint, ...(prefill ? [" ← ", prefill] : []), ...(by ? [" → ", by] : [])];
+  return { text: text.length > 1 ? text : endpoint };
 }
 
 function ended(row) {
@@ -202,6 +205,7 @@ export class Panels {
 
   show(now) {
     this.rows = now.endpoints;
+    $("endpoint-rows").classList.toggle("roles", this.rows.some((row) => row.role));
     this.showEndpoints();
     this.strip(now.endpoints);
     this.models.show(now.models);

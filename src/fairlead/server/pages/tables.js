@@ -35,7 +35,7 @@ export class Table {
   }
 
   heading(column) {
-    const cell = make("th", { scope: "col", role: "columnheader", class: column.text ? "text" : "" });
+    const cell = make("th", { scope: "col", role: "columnheader", "data-column": column.id, class: column.text ? "text" : "" });
     if (column.hint) cell.title = column.hint;
     if (!column.sort) {
       cell.append(column.title);

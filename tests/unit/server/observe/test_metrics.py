@@ -325,6 +325,7 @@ def test_counters_of_an_endpoint_are_shown_once_more_after_it_has_left(watched: 
         for endpoint in (stays, leaves):
             watched.metrics.on_decisions([routed(endpoint=endpoint.id)], [0.001])
             watched.metrics.on_fallback(endpoint.address)
+            families.prefills.child(endpoint.id).inc()
             families.repeated.child(endpoint.id).inc()
             families.stalls.child(endpoint.id, "suspect").inc()
 
@@ -335,6 +336,7 @@ def test_counters_of_an_endpoint_are_shown_once_more_after_it_has_left(watched: 
         labels = (
             f"llm_d_epp_scheduler_attempts_total{{endpoint_name={name},",
             f"fairlead_fallback_requests_total{{endpoint={endpoint.address}}}",
+            f"fairlead_prefills_total{{endpoint={endpoint.id}}}",
             f"fairlead_repeated_total{{endpoint={endpoint.id}}}",
             f"fairlead_stalls_total{{endpoint={endpoint.id},",
         )
@@ -342,13 +344,13 @@ def test_counters_of_an_endpoint_are_shown_once_more_after_it_has_left(watched: 
 
     count()
     watched.status = FleetStatus(endpoints=[stays])
-    assert shown(leaves) == [1, 1, 1, 1]
+    assert shown(leaves) == [1] * 5
     assert shown(leaves) == []
-    assert shown(stays) == [1, 1, 1, 1]
+    assert shown(stays) == [1] * 5
     count()
     watched.status = FleetStatus(endpoints=[stays, leaves])
-    assert shown(leaves) == shown(leaves) == [1, 1, 1, 1], "it came back"
-    assert shown(stays) == [2, 2, 2, 2]
+    assert shown(leaves) == shown(leaves) == [1] * 5, "it came back"
+    assert shown(stays) == [2] * 5
     assert watched.metrics.bypassed == 4
 
 

@@ -143,6 +143,18 @@ def test_a_pair_has_a_first_token_and_no_forecast(pool):
     assert (a.predicted_ms, a.actual_ms, a.judged, a.inside) == (None, 30.0, 0, None)
 
 
+def test_the_endpoint_that_computes_a_prompt_was_sent_it_and_has_its_hits(pool):
+    pool.maker.begin()
+    pool.serve(1, prefill="default/b")
+    pool.serve(2)
+    pool.now += 1.0
+    shot = pool.maker.take()
+    assert [(row.sent, row.hit_rate) for row in shot.endpoints] == [(2, 0.25), (1, 0.25)]
+    assert [row.prefill for row in shot.decisions] == ["", "default/b"]
+    assert pool.metric("fairlead_prefills_total") == 1
+    assert [row.id for row in pool.maker.search({"endpoint": "default/b"}).decisions] == [1]
+
+
 def test_the_models_of_an_endpoint_without_label_are_those_that_it_lists(pool):
     pool.fleet.up(Endpoint("default/c", "10.0.0.99:80", {"model-id": "labelled"}))
     for slot in (0, 2):
