@@ -292,9 +292,14 @@ def build(options: Options) -> Json:
     return bootstrap
 
 
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
 def render(options: Options) -> str:
-    """The bootstrap as YAML."""
-    return str(yaml.safe_dump(build(options), sort_keys=False, width=120))
+    """The bootstrap as YAML. It has no anchors, so that each part can be copied alone."""
+    return str(yaml.dump(build(options), Dumper=_Dumper, sort_keys=False, width=120))
 
 
 def _admin(options: Options) -> Json | None:

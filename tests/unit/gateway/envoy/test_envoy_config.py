@@ -199,7 +199,9 @@ def test_tls_checks_the_name_it_dials() -> None:
 
 def test_yaml_says_what_build_says() -> None:
     options = Options(als="127.0.0.1:9002", endpoints=("10.0.0.1:8000",))
-    assert yaml.safe_load(render(options)) == json.loads(json.dumps(build(options)))
+    text = render(options)
+    assert yaml.safe_load(text) == json.loads(json.dumps(build(options)))
+    assert "&id" not in text, "an anchor: a part of the file cannot be copied alone"
 
 
 REQUEST, RESPONSE = ("whole", "buffered"), ("first-chunk", "headers", "none", "full")
