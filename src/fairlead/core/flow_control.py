@@ -661,8 +661,9 @@ class Eviction:
 # * The gateway is told once that a request waits (`Hold`), so that it waits for an answer as long as the request may.
 # * Two timers, both exact: one for the earliest deadline, and one for the next pass over the queues. The latter is set
 #   for example when a request stops waiting for the endpoint that has cached its prompt, or if a pass is unfinished.
-# * Refusals have a `Retry-After`: the time until the waiting requests of the same or a higher priority are dispatched,
-#   at the pace of the last dispatches.
+# * Refusals have a `Retry-After`: the time until the waiting requests of the same model, and of the same or a higher
+#   priority, are dispatched, at the present pace (`core.queues`). With a 503 it is the least: a queue that is given up,
+#   or whose pool is empty, has no pace.
 
 DEADLINE_TIMER = "queue-deadline"
 DISPATCH_TIMER = "queue-dispatch"
@@ -672,10 +673,10 @@ MARGIN = 1.0
 RETRY = (1.0, 60.0)
 #: `FlowController.wanted` is at most this multiple of the present endpoints.
 GROWTH = 4.0
+#: Requests with which a pace must be measured before more endpoints are wanted for it. They are not quickly given back.
+_MEASURED = 8.0
 #: Least seconds until the next check for requests to evict.
 _MOMENT = 0.05
-#: Weight of the newest gap between two dispatches.
-_PACE = 0.05
 
 #: (the request and its endpoint, now) → the instructions that send it. Also charges it.
 Send = Callable[[Bound, float], list[Instruction]]
@@ -700,8 +701,6 @@ class FlowController:
         self._target_s = target_s
         self._deadline = inf
         self._look = inf
-        self._gap = 0.05
-        self._last = -inf
 
     def __len__(self) -> int:
         return len(self.flow)
@@ -721,16 +720,12 @@ class FlowController:
         bound = None if self.flow.overdue(now) else self.flow.dispatch(fleet, now)
         if bound is not None:
             instructions += send(bound, now)
-            # The gap only counts if a request waited all the time since the last dispatch.
-            if min(bound.waiting.since, self.flow.oldest()) <= self._last:
-                self._gap += _PACE * (now - self._last - self._gap)
-            self._last = now
         if self._eviction is not None and not self.flow.more:
             victims = self._eviction.victims(self.flow, fleet, now)
             for lease in victims:
                 priority = lease.request.priority
                 self.evicted[priority] = self.evicted.get(priority, 0) + 1
-                instructions.append(evict(lease, self._answer(lease.request, EVICTED)))
+                instructions.append(evict(lease, self._answer(lease.request, EVICTED, now)))
         return instructions + self._timers(now)
 
     def _timers(self, now: float) -> list[Instruction]:
@@ -758,17 +753,12 @@ class FlowController:
         self._deadline = inf
         return self.flow.expire(fleet, now)
 
-    def drain_s(self, priority: float = -inf) -> float:
-        """Return the seconds until all waiting requests of this or a higher priority are dispatched, at the pace of the
-        last dispatches. Another request of this priority would wait that long."""
-        return sum(band.count for band in self.flow.queues.bands() if band.priority >= priority) * self._gap
-
     def wanted(self, table: EndpointTable, now: float) -> int:
         """Return how many endpoints would keep the wait below `target_s`: all, with at most `GROWTH` times those that
         can serve what waits."""
         if not len(self.flow):
             return table.count
-        delay = max(self.drain_s(), now - self.flow.oldest())
+        delay = max(self.flow.queues.drain_s(now, least=_MEASURED), now - self.flow.oldest())
         waiting = chain.from_iterable(band.members.values() for band in self.flow.queues.bands())
         able = self.flow.binder.reach(waiting, table)
         return table.count - able + max(ceil(able * min(max(delay / self._target_s, 1.0), GROWTH)), 1)
@@ -777,16 +767,17 @@ class FlowController:
         self, request: Request, why: Refused, now: float, client: Any = None, waiting: Waiting | None = None
     ) -> list[Instruction]:
         """Return the answer to a refused request, and its record. `waiting`: if it waited."""
-        return [self._answer(request, why, client), self.record(request, why, now, waiting)]
+        return [self._answer(request, why, now, client), self.record(request, why, now, waiting)]
 
-    def _answer(self, request: Request, why: Refused, client: Any = None) -> Reject:
+    def _answer(self, request: Request, why: Refused, now: float, client: Any = None) -> Reject:
         low, high = RETRY
+        drain_s = 0.0 if why.status == 503 else self.flow.queues.drain_s(now, request.priority, request.target_model)
         return Reject(
             request_id=request.id,
             status=why.status,
             reason=why.reason,
             message=why.message,
-            retry_after_s=min(max(self.drain_s(request.priority), low), high),
+            retry_after_s=min(max(drain_s, low), high),
             api=request.api,
             client=client,
         )

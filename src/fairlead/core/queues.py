@@ -11,11 +11,13 @@ Rules
 """
 
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from math import inf
 from operator import attrgetter
+
+from msgspec import Struct
 
 from fairlead.core.fairness import Charge, Demand, Strict
 from fairlead.core.flow import SATURATED, Fairness, Flow, FlowKey, Limit, Limits, Ordering, Waiting
@@ -96,6 +98,59 @@ class Deadlines:
         return {number for bucket in self._buckets.values() for number in bucket}
 
 
+# The pace at which the waiting requests of one model are sent.
+#
+# Rules
+# * Each model has its own, because different endpoints may serve models.
+# * It is the mean time from one to the next, over the last `RECENT_S` seconds or `RECENT` requests, whichever is more.
+#   Times in which none waited do not count.
+# * A silence counts as soon as it makes the mean longer. The next request is not expected sooner than after as much
+#   time again.
+# * When requests wait again after none did, the former pace counts as one measurement; after `PACE_MEMORY` seconds not
+#   at all.
+
+RECENT_S, RECENT = 10.0, 16.0
+PACE_MEMORY = 60.0
+
+
+class Pace(Struct):
+    """The pace of one model. Times are clock seconds."""
+
+    #: Number of waiting requests by priority.
+    waiting: dict[int, int] = {}
+    #: Requests sent lately, and the seconds that these took.
+    sent: float = 0.0
+    took_s: float = 0.0
+    #: When the last one was sent, or when the first one joined after none had waited.
+    since: float = -inf
+
+    def joined(self, priority: int, now: float) -> None:
+        if not self.waiting:
+            recent = self.sent > 0.0 and now - self.since <= PACE_MEMORY
+            self.sent, self.took_s = (1.0, self.took_s / self.sent) if recent else (0.0, 0.0)
+            self.since = now
+        self.waiting[priority] = self.waiting.get(priority, 0) + 1
+
+    def left(self, priority: int) -> None:
+        self.waiting[priority] -= 1
+        if not self.waiting[priority]:
+            del self.waiting[priority]
+
+    def dispatched(self, now: float) -> None:
+        """Take note that one is sent that has waited. Call it before `left`."""
+        sent, took_s = self.sent + 1.0, self.took_s + now - self.since
+        recent = min(max(RECENT / sent, RECENT_S / max(took_s, RECENT_S)), 1.0)
+        self.sent, self.took_s, self.since = sent * recent, took_s * recent, now
+
+    def drain_s(self, now: float, priority: float) -> float:
+        """Return the seconds until all of this and higher priorities are sent."""
+        count, silence = sum(n for p, n in self.waiting.items() if p >= priority), now - self.since
+        if not count:
+            return 0.0
+        mean = self.took_s / self.sent if self.sent else 0.0
+        return max(count * max(mean, (self.took_s + silence) / (self.sent + 1.0)), silence)
+
+
 FLOW_MEMORY = 300.0
 MOST_IDLE = 10_000
 #: Bands, before no more are made for what others report.
@@ -146,6 +201,9 @@ class Queues:
         #: Number of waiting requests.
         self.count = 0
         self._deadlines = Deadlines()
+        #: By target model: those of which requests wait, and the last ones of which none wait any more.
+        self._paces: dict[str, Pace] = {}
+        self._idle_paces: OrderedDict[str, Pace] = OrderedDict()
         #: The number of the request that joined last.
         self.newest = 0
         self._flows_made = 0
@@ -193,11 +251,19 @@ class Queues:
         self.bytes += waiting.size
         self.count += 1
         self._deadlines.add(waiting)
+        self._pace(request).joined(request.priority, now)
         band.demand.queued(waiting)
         band.fairness.queued(waiting)
         self._note(key)
         self._forget_idle(now)
         return waiting, displaced
+
+    def _pace(self, request: Request) -> Pace:
+        model = request.target_model
+        pace = self._paces.get(model)
+        if pace is None:
+            pace = self._paces[model] = self._idle_paces.pop(model) if model in self._idle_paces else Pace()
+        return pace
 
     def _make_way(self, request: Request, band: Band, flow: Flow) -> "list[Waiting] | Refused":
         size, limits = request.body_bytes, self.limits
@@ -303,6 +369,8 @@ class Queues:
         waiting.charge = charge
         self.sent(charge, step_ms)
         charge.flow.dispatched += 1
+        if waiting.since < charge.since:
+            self._pace(waiting.request).dispatched(charge.since)
         self.remove(waiting)
 
     def remove(self, waiting: Waiting) -> None:
@@ -325,6 +393,12 @@ class Queues:
         band.fairness.left(waiting)
         self._deadlines.remove(waiting)
         self._note(flow.key)
+        pace, model = self._pace(waiting.request), waiting.request.target_model
+        pace.left(waiting.request.priority)
+        if not pace.waiting:
+            self._idle_paces[model] = self._paces.pop(model)
+            if len(self._idle_paces) > MOST_IDLE:
+                self._idle_paces.popitem(last=False)
 
     def _note(self, key: FlowKey) -> None:
         if self.changed is not None:
@@ -332,6 +406,13 @@ class Queues:
 
     def _waits(self, waiting: Waiting) -> bool:
         return self._bands[waiting.request.priority].members.get(waiting.number) is waiting
+
+    def drain_s(self, now: float, priority: float = -inf, model: str | None = None, least: float = 0.0) -> float:
+        """Return the seconds until the waiting requests of this and higher priorities are sent, at the present pace of
+        each model. Another request of this priority would wait that long. `model`: the target; `None` = of all. Paces
+        measured with fewer than `least` requests do not count."""
+        paces = self._paces.values() if model is None else filter(None, [self._paces.get(model)])
+        return max((pace.drain_s(now, priority) for pace in paces if pace.sent >= least), default=0.0)
 
     def next_deadline(self) -> float:
         """Return the earliest deadline in clock seconds; `inf` = there is none."""
@@ -380,6 +461,9 @@ class Queues:
             assert bool(offered) == bool(band.count)
         assert set(seen) == set(self.members()) and len(seen) == self.count
         assert self.bytes == sum(waiting.size for waiting in seen)
+        counted = Counter((waiting.request.target_model, waiting.request.priority) for waiting in seen)
+        assert counted == {(name, p): n for name, pace in self._paces.items() for p, n in pace.waiting.items()}
+        assert not self._idle_paces.keys() & self._paces.keys()
         assert self._deadlines.members() == {w.number for w in seen if w.deadline < inf}
 
 

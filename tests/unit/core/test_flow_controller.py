@@ -10,11 +10,12 @@ from fairlead.core.fairness import Strict
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Limit, Limits
 from fairlead.core.flow_control import GROWTH, FlowControl, FlowController
-from fairlead.core.gates import LedgerGate
+from fairlead.core.gates import PoolGate
 from fairlead.core.instructions import Evict, Instruction, Reject
 from fairlead.core.policy import Refused
 from fairlead.core.queues import Queues
 from fairlead.core.request import Request
+from fairlead.core.view import FleetView
 from fairlead.plugins.flow_control import Fcfs
 
 
@@ -27,13 +28,17 @@ class Shop:
         self.fleet.up(Endpoint("e0", "10.0.0.1:80"))
         queues = Queues(lambda priority: (Strict(), Fcfs()), limits)
         self.flow_controller = FlowController(
-            FlowControl(queues, LedgerGate(requests=8), PairBinder(AbleRules())), "p", target_s=2.0
+            FlowControl(queues, PoolGate("eight", self._level), PairBinder(AbleRules())), "p", target_s=2.0
         )
         self._ids = 0
 
-    def arrive(self) -> list[Instruction]:
+    def left_s(self, priority: float = 0.0) -> float:
+        return self.flow_controller.flow.queues.drain_s(self.now, priority, "")
+
+    def arrive(self, model: str = "", priority: int = 0) -> list[Instruction]:
         self._ids += 1
-        request = Request(id=self._ids, arrived=self.now, prompt_tokens=10, stream=True)
+        given = {"model": model, "priority": priority}
+        request = Request(id=self._ids, arrived=self.now, prompt_tokens=10, stream=True, **given)
         outcome = self.flow_controller.flow.arrived(request, self.fleet, self.now)
         if isinstance(outcome, Refused):
             return self.flow_controller.refused(request, outcome, self.now)
@@ -46,6 +51,9 @@ class Shop:
         oldest = next(iter(self.fleet.ledger.of_slot(0)))
         self.fleet.ledger.release(oldest)
         self.flow_controller.dispatched(self._send, self._evict, self.fleet, self.now)
+
+    def _level(self, fleet: FleetView, now: float) -> float:
+        return float(fleet.table.inflight[0]) / 8.0
 
     def _send(self, bound, now: float) -> list[Instruction]:
         self.fleet.charge(bound.waiting.request, bound.slot, now, 0, 10)
@@ -74,32 +82,103 @@ def test_retry_after_is_what_the_queue_takes_at_its_pace() -> None:
     assert reject.retry_after_s == pytest.approx(60, abs=2), "300 of them, five a second"
 
 
-def test_quiet_hours_say_nothing_about_the_pace() -> None:
-    shop = filled(1)
-    shop.one_ends(after=0.1)
-    assert not len(shop.flow_controller)
-    before = shop.flow_controller._gap
-    shop.now += 3600.0
-    shop.arrive()
-    shop.one_ends(after=0.1)
-    assert shop.flow_controller._gap == pytest.approx(before, rel=0.2)
+@pytest.mark.parametrize("gap", [0.01, 0.2, 2.0, 15.0])
+@pytest.mark.parametrize("slots", [1, 4])
+def test_the_pace_is_known_after_eight_dispatches(gap: float, slots: int) -> None:
+    shop = filled(300)
+    for _ in range(8 // slots):
+        for after in (gap * slots, *[0.0] * (slots - 1)):
+            shop.one_ends(after)
+    assert shop.left_s() == pytest.approx(292 * gap, rel=0.3)
 
 
-def test_quiet_hours_after_a_client_that_left_say_nothing_about_the_pace() -> None:
-    shop = filled(2)
-    shop.one_ends(after=0.1)
-    before = shop.flow_controller.drain_s()
-    queues = shop.flow_controller.flow.queues
-    (band,) = queues.bands()
-    queues.remove(band.last())
-    for lease in list(shop.fleet.ledger.of_slot(0)):
-        shop.fleet.ledger.release(lease)
-    shop.now += 3600.0
-    for _ in range(8 + 2):
+@pytest.mark.parametrize(("before", "now"), [(0.1, 1.0), (1.0, 0.1), (4.0, 1.0), (1.0, 4.0)])
+def test_a_new_pace_is_known_soon(before: float, now: float) -> None:
+    shop = filled(2000)
+    for _ in range(300):
+        shop.one_ends(before)
+    for _ in range(round(max(60.0 / now, 48.0))):
+        shop.one_ends(now)
+    assert shop.left_s() == pytest.approx(len(shop.flow_controller) * now, rel=0.3)
+
+
+def test_a_silence_is_evidence() -> None:
+    shop = filled(10)
+    assert shop.left_s() == 0.0
+    shop.now += 3.0
+    assert shop.left_s() == 30.0, "none in three seconds"
+    for _ in range(8):
+        shop.one_ends(after=0.1)
+    assert shop.left_s() < 2.0
+    shop.now += 100.0
+    assert shop.left_s() >= 100.0
+
+
+def test_a_pace_is_kept_for_a_minute_as_a_first_guess() -> None:
+    for later, left_s in ((50.0, 20.0), (70.0, 0.0)):
+        shop = filled(10)
+        for _ in range(10):
+            shop.one_ends(after=2.0)
+        shop.now += later
+        for _ in range(10):
+            shop.arrive()
+        assert shop.left_s() == left_s
+        for _ in range(8):
+            shop.one_ends(after=0.5)
+        assert shop.left_s() == pytest.approx(2 * 0.5, rel=0.35)
+
+
+def test_requests_that_hardly_wait_do_not_hide_how_slow_the_queue_is() -> None:
+    shop = filled(0)
+    for _ in range(200):
         shop.arrive()
-    shop.one_ends(after=0.1)
-    assert len(shop.flow_controller) == 1
-    assert shop.flow_controller.drain_s() == before
+        shop.one_ends(after=0.001)
+    for _ in range(100):
+        shop.arrive()
+    for _ in range(8):
+        shop.one_ends(after=2.0)
+    assert shop.left_s() == pytest.approx(92 * 2.0, rel=0.3)
+
+
+def test_the_pace_of_one_model_is_not_that_of_another() -> None:
+    shop = filled(10, Limits(total=Limit(10)))
+    for _ in range(5):
+        shop.one_ends(after=3.0)
+    (reject, _) = [*[shop.arrive() for _ in range(5)], shop.arrive()][-1]
+    assert isinstance(reject, Reject) and reject.retry_after_s == 30.0
+    (reject, _) = shop.arrive(model="idle")
+    assert isinstance(reject, Reject) and reject.retry_after_s == 1.0, "none of it waits"
+    assert shop.flow_controller.flow.queues.drain_s(shop.now) == 30.0, "that of the slowest"
+
+
+def test_lower_bands_wait_for_higher_ones() -> None:
+    shop = filled(4)
+    for _ in range(4):
+        shop.arrive(priority=-1)
+    for _ in range(2):
+        shop.one_ends(after=1.0)
+    assert [shop.left_s(priority) for priority in (1, 0, -1)] == [0.0, 2.0, 6.0]
+
+
+def test_a_queue_that_is_given_up_says_nothing_about_a_later_try() -> None:
+    shop = filled(300)
+    shop.now += 30.0
+    for waiting, why in shop.flow_controller.flow.stop(shop.now):
+        reject, _ = shop.flow_controller.refused(waiting.request, why, shop.now, waiting=waiting)
+        assert isinstance(reject, Reject) and (reject.status, reject.retry_after_s) == (503, 1.0)
+
+
+def test_the_paces_of_few_models_of_which_none_waits_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fairlead.core.queues.MOST_IDLE", 2)
+    shop = filled(0)
+    for model in ("a", "b", "c"):
+        shop.arrive(model=model)
+        shop.one_ends(after=2.0)
+    for model in ("b", "c", "a"):
+        for _ in range(2):
+            shop.arrive(model=model)
+    left = [shop.flow_controller.flow.queues.drain_s(shop.now, model=model) for model in ("a", "b", "c")]
+    assert left == [0.0, 4.0, 4.0]
 
 
 def test_more_endpoints_are_wanted_the_longer_requests_wait() -> None:
@@ -112,6 +191,18 @@ def test_more_endpoints_are_wanted_the_longer_requests_wait() -> None:
     assert shop.flow_controller.wanted(table, shop.now + 400.0) == GROWTH
     shop.fleet.down("e0")
     assert shop.flow_controller.wanted(table, shop.now) == 1, "somebody waits for an empty pool"
+
+
+def test_more_endpoints_are_wanted_for_a_pace_that_is_measured() -> None:
+    shop = filled(20)
+    for _ in range(7):
+        shop.one_ends(after=0.3)
+        assert shop.flow_controller.wanted(shop.fleet.table, shop.now) <= 2, "it is what the longest has waited"
+    shop.one_ends(after=0.3)
+    assert shop.left_s() == pytest.approx(3.6) and shop.flow_controller.wanted(shop.fleet.table, shop.now) == 2
+    for _ in range(28):
+        shop.arrive()
+    assert shop.flow_controller.wanted(shop.fleet.table, shop.now) == GROWTH
 
 
 def test_endpoints_that_cannot_serve_what_waits_need_no_more() -> None:

@@ -103,8 +103,9 @@ class FlowMetrics:
         if flow_controller is None:
             return
         now = self._now()
-        for band in flow_controller.flow.queues.bands():
-            self._band(band, band.limit, flow_controller.drain_s(band.priority), now)
+        queues = flow_controller.flow.queues
+        for band in queues.bands():
+            self._band(band, band.limit, queues.drain_s(now, band.priority), now)
 
     def _band(self, band: Band, limit: Limit, delay: float, now: float) -> None:
         priority = str(band.priority)
@@ -168,9 +169,10 @@ class FlowMetrics:
         show("fairlead_flow_queue_age_seconds", text, self._flow_age)
         text = "Jain's index of the work that the flows of a band were given out of the queue; 1 = all the same."
         show("fairlead_flow_fairness_index", text, self._jain)
-        text = "How long the queue will take at the pace of the last dispatches."
-        follow("gauge", "fairlead_flow_delay_seconds", text, of(lambda controller: controller.drain_s()))
-        text = "How long the queue of a band and the bands above will take: the Retry-After."
+        text = "How long the queue will take at the present pace of its models."
+        delay = of(lambda controller: controller.flow.queues.drain_s(self._now()))
+        follow("gauge", "fairlead_flow_delay_seconds", text, delay)
+        text = "How long the queue of a band and the bands above will take: the longest Retry-After."
         show("fairlead_flow_band_delay_seconds", text, self._delays)
         text = "How long requests had waited for a pool's first endpoint; absent if none may wait for it."
         show("fairlead_cold_start_seconds", text, self._cold_starts)

@@ -147,7 +147,7 @@ def queue_rows(watch: Watch, now: float) -> shape.Queues | None:
     return shape.Queues(
         waiting=len(queues),
         saturation=saturation,
-        delay_s=flow_controller.drain_s(),
+        delay_s=queues.drain_s(now),
         wanted_endpoints=watch.desired_endpoints() or 0,
         bands=[
             shape.BandRow(
@@ -156,7 +156,7 @@ def queue_rows(watch: Watch, now: float) -> shape.Queues | None:
                 bytes=band.bytes,
                 flows=sum(1 for flow in band.flows.values() if len(flow)),
                 oldest_s=_left(now - band.oldest()),
-                delay_s=flow_controller.drain_s(band.priority),
+                delay_s=queues.drain_s(now, band.priority),
                 used=max(in_all, _used(band.count, band.bytes, band.limit)),
                 longest=flow_rows(band, now),
             )
