@@ -541,13 +541,17 @@ class FlowControl:
         late = self.queues.expire(now, REFUSALS)
         if fleet.table.count:
             self._deserted = inf
-            why = Refused(EXPIRED, "the request timed out waiting for a free endpoint", status=429)
-        else:
-            why = Refused(NO_ENDPOINTS, "the request timed out waiting, and the pool has no endpoints")
-            if self._deserted + self._times.no_endpoints <= now:
-                late += self.queues.clear(REFUSALS - len(late), now, self._times.no_endpoints)
+        elif self._deserted + self._times.no_endpoints <= now:
+            late += self.queues.clear(REFUSALS - len(late), now, self._times.no_endpoints)
         self._left = len(late) == REFUSALS
-        return [(waiting, why) for waiting in late]
+        return [(waiting, self._why_late(waiting, fleet, now)) for waiting in late]
+
+    def _why_late(self, waiting: Waiting, fleet: Fleet, now: float) -> Refused:
+        if not fleet.table.count:
+            return Refused(NO_ENDPOINTS, "the request timed out waiting, and the pool has no endpoints")
+        if not np.count_nonzero(self.binder.able(waiting, fleet, now)):
+            return Refused(NO_ENDPOINTS, "the request timed out waiting, and no endpoint can serve it")
+        return Refused(EXPIRED, "the request timed out waiting for a free endpoint", status=429)
 
     def stop(self, now: float) -> list[tuple[Waiting, Refused]]:
         """Let no request wait from now on. With `drains`, the waiting requests are sent. Otherwise take out and refuse

@@ -44,6 +44,11 @@ _MAX_MODELS = 100_000
 T = TypeVar("T")
 
 
+def _remember(names: set[str], more: Collection[str]) -> None:
+    if len(names) < _MAX_MODELS:
+        names |= {*more}
+
+
 class EndpointTable:
     """The columns. See the module's rules; every `FloatColumn` and `BoolColumn` has length `len(table)`."""
 
@@ -109,7 +114,8 @@ class EndpointTable:
         self.listed: list[frozenset[str] | None] = []
         #: By slot: the base models in that list.
         self.based: list[BaseModels] = []
-        self._models = set[str]()
+        #: Names that are defined; and those that an endpoint here has, or had, as a base model and as an adapter.
+        self._defined, self._were_base, self._were_adapters = set[str](), set[str](), set[str]()
         #: How many times each context length is known, and whether there are several.
         self._contexts = Counter[float]()
         self.mixed_contexts = False
@@ -200,7 +206,7 @@ class EndpointTable:
         self.adapters[slot] = adapters
         self.adapters_at.add(slot)
         old, new = before or frozenset(), adapters or frozenset()
-        self.know(new)
+        _remember(self._were_adapters, new)
         self.loaded_adapters[slot] = len(new)
         for name in old ^ new:
             held = self.holders(name)
@@ -216,7 +222,7 @@ class EndpointTable:
         if listed == before:
             return
         self.listed[slot] = listed
-        self.know(listed or ())
+        _remember(self._were_adapters, listed or ())
         for name in before or ():
             slots = self._listing[name]
             slots.discard(slot)
@@ -233,17 +239,21 @@ class EndpointTable:
             self._contexts.update(base.contexts.values())
             self.mixed_contexts = len(self._contexts) > 1
             self.based[slot] = base
-            self.know(base.names)
+            _remember(self._were_base, base.names)
             self._changed()
 
     def know(self, models: Collection[str]) -> None:
-        """Remember models that are defined, or that an endpoint has, as a model or an adapter."""
-        if len(self._models) < _MAX_MODELS:
-            self._models |= {*models}
+        """Remember models that are defined."""
+        _remember(self._defined, models)
 
     def had(self, model: str) -> bool:
         """Whether an endpoint may bring this model back. After very many names, any may have been among them."""
-        return model in self._models or len(self._models) >= _MAX_MODELS
+        known = self._defined, self._were_base, self._were_adapters
+        return any(model in names or len(names) >= _MAX_MODELS for names in known)
+
+    def was(self, model: str) -> tuple[bool, bool]:
+        """Whether an endpoint has or had `model` as a base model; as an adapter."""
+        return model in self._were_base, model in self._were_adapters
 
     def base_names(self, slot: int, endpoint: Endpoint) -> Collection[str]:
         """Return the endpoint's base models: by the label, or without it by the list of models; empty = not known."""
@@ -400,7 +410,8 @@ class EndpointTable:
         self.judge_trouble()
 
     def _know_labels(self, endpoint: Endpoint) -> None:
-        self.know(endpoint.promised | {endpoint.labels.get(MODEL_LABEL, "")})
+        _remember(self._were_adapters, endpoint.promised)
+        _remember(self._were_base, {endpoint.labels.get(MODEL_LABEL, "")})
 
     def _put(self, slot: int, endpoint: Endpoint | None) -> None:
         """Put `endpoint`, or `None`, at `slot` and reset the slot's values."""

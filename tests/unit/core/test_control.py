@@ -319,6 +319,16 @@ def test_time_to_live_is_the_requests_own_or_the_default():
     assert flow_controller.flow.next_deadline() == inf
 
 
+def test_a_request_that_no_endpoint_can_serve_any_more_gets_503():
+    flow_controller = FlowController(endpoints=2)
+    flow_controller.arrive(), flow_controller.arrive()
+    subset = frozenset({"10.0.0.0:80"})
+    held, _ = flow_controller.arrive(ttl=2.0, subset=subset)
+    flow_controller.fleet.up(Endpoint("e0", "10.0.0.9:80"))
+    ((late, why),) = flow_controller.flow.expire(flow_controller.fleet, flow_controller.now + 2.0)
+    assert (late.request, why.reason, why.status) == (held, "rejected-no-endpoints", 503)
+
+
 def test_without_endpoints_requests_wait_for_the_first_one():
     flow_controller = FlowController(endpoints=0, times=Times(ttl=60.0, no_endpoints=5.0))
     request, waits = flow_controller.arrive()

@@ -279,12 +279,38 @@ def test_at_the_start_of_a_mixed_pool_no_list_is_guessed(model: str) -> None:
     assert kept(plugin, fleet, Request(id=1, arrived=0.0, model=model)) == [0]
 
 
-def test_the_list_of_a_departed_endpoint_does_not_count() -> None:
-    fleet, plugin = listed(fleet_of({}, {}), TINY, LARGE), ModelCompatibility(NoParams())
-    asked = Request(id=1, arrived=0.0, model="tiny")
-    assert kept(plugin, fleet, asked) == [0]
+def test_a_model_whose_endpoints_have_left_goes_where_no_list_was_read() -> None:
+    fleet, plugin = listed(fleet_of({}, {}, {}), TINY, LARGE), ModelCompatibility(NoParams())
+    asked, unseen = Request(id=1, arrived=0.0, model="tiny"), Request(id=2, arrived=0.0, model="unseen")
+    fleet.sampled("e1", 0.0, 0.0, Sample(adapters=frozenset(), max_adapters=4))
+    assert kept(plugin, fleet, asked) == [0, 2]
+    fleet.down("e0")
+    assert kept(plugin, fleet, asked) == [2]
+    fleet.adapters_listed("e2", frozenset(), LARGE)
+    assert kept(plugin, fleet, asked) == []
+    assert kept(plugin, fleet, unseen) == [1, 2], "they may know it by another name"
+    assert plugin.refusal(asked, fleet, Cycle(Context(0.0, Random(0)))) is None, "503: it may be back soon"
+    fleet.up(Endpoint("new", "10.0.0.9:8000"), listing=True)
+    assert kept(plugin, fleet, asked) == [0], "it is about to be read"
+
+
+def test_a_label_that_has_left_is_not_an_adapter() -> None:
+    fleet, plugin = model_fleet(), ModelCompatibility(NoParams())
+    fleet.down("e3")
+    asked = Request(id=1, arrived=0.0, model="llama")
     fleet.down("e0")
     assert kept(plugin, fleet, asked) == [1]
+    fleet.down("e1")
+    assert kept(plugin, fleet, asked) == [], "qwen has slots for adapters"
+
+
+def test_an_adapter_whose_endpoints_have_left_goes_where_it_may_be_loaded() -> None:
+    fleet, plugin = listed(fleet_of({}, {}, {}, {}), TINY, TINY, LARGE), ModelCompatibility(NoParams())
+    asked = Request(id=1, arrived=0.0, model="poet")
+    fleet.adapters_listed("e0", frozenset({"poet"}), TINY)
+    fleet.sampled("e1", 0.0, 0.0, Sample(adapters=frozenset(), max_adapters=4))
+    fleet.down("e0")
+    assert kept(plugin, fleet, asked) == [1, 3], "it has slots, or no list"
 
 
 def lengths(*contexts: int) -> Fleet:

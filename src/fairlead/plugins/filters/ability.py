@@ -176,7 +176,8 @@ def _named(address: str, subset: frozenset[str]) -> bool:
 #   (`core.adapters`), or
 # * no endpoint has the name as an adapter, and this one has no label `model-id` and no list of models, or
 # * no endpoint has the name as an adapter or as `model-id` or in its list of models, and this one has no label
-#   `model-id`, or has adapter slots (it may load it on demand).
+#   `model-id`, or has adapter slots (it may load it on demand). If an endpoint had the name before, this one must have
+#   no list of models either; adapter slots count if it was an adapter.
 #
 # "Not known" does not include a list that is about to be read for the first time, if the endpoints that are known
 # differ, or as many have the name as are about to be read. At the start, when little is known, these get requests too.
@@ -223,9 +224,12 @@ def _compatible(table: EndpointTable, model: str) -> BoolColumn | None:
         could_load = table.dynamic & (table.max_adapters > 0)
         return unless_all(loaded | _unknown(table, table.unlisted, loaded) | could_load | table.base(model))
     has = table.base(model)
+    silent = table.mask(("silent",), lambda slot, endpoint: not table.base_names(slot, endpoint))
     if np.count_nonzero(has):
-        silent = table.mask(("silent",), lambda slot, endpoint: not table.base_names(slot, endpoint))
         return unless_all(has | _unknown(table, silent, has))
+    was_base, was_adapter = table.was(model)
+    if was_base or was_adapter:
+        return unless_all(silent | (table.max_adapters > 0) if was_adapter else silent)
     plain = table.keeping(("serves", model), lambda _, e: e.labels.get(MODEL_LABEL, model) == model)
     return None if plain is None else unless_all(plain | (table.max_adapters > 0))
 
