@@ -11,7 +11,6 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from itertools import chain
 from pathlib import Path
 
 from fairlead.config.endpoint_list import Listed, Listing, parse_endpoints_text
@@ -29,6 +28,8 @@ from fairlead.pool.watched_files import WatchedFiles, read_regular
 # * `EndpointUp` is sent only for new or changed endpoints, `EndpointDown` only for removed ones. An endpoint whose
 #   entry is wrong keeps its last good state. If a wrong entry has no readable name, no endpoint is taken down, because
 #   the entry might be any endpoint's. An entry with the address of an endpoint that stays so changes nothing.
+# * Endpoints that come are sent before those that go: the pool never gets small, and no model loses its last endpoint,
+#   meanwhile. Those that go wait until the names of those that come were tried once.
 # * Host names are resolved outside of `apply`, and again every `resolve_s`. If a name has several addresses, the first
 #   is used, and kept as long as the name has it: a resolver that rotates its answers must not move the endpoint.
 # * If the first address is `::1`, an IPv4 loopback address of the name is preferred: hosts files list `::1 localhost`,
@@ -86,23 +87,15 @@ class EndpointSet:
         if not listing.ok:
             return
         wanted, had = {entry.endpoint.id: entry for entry in listing.entries}, bool(self._listed)
-        gone = dict[str, list[str]]()
         for endpoint_id in list(self._listed):
             if endpoint_id not in wanted and endpoint_id not in listing.broken and not listing.nameless:
                 del self._listed[endpoint_id]
-                if (was := self._up.pop(endpoint_id, None)) is not None:
-                    gone.setdefault(was.address, []).append(endpoint_id)
         stay = self._staying(wanted, listing.broken if had else frozenset())
         for endpoint_id, entry in wanted.items():
             if self._listed.get(endpoint_id) != entry and endpoint_id not in stay:
                 self._listed[endpoint_id] = entry
-                if gone:  # in turn with those that come, so that the pool never gets small meanwhile
-                    address = entry.endpoint.address
-                    for former in gone.pop(address if address in gone else next(iter(gone))):
-                        self._emit(EndpointDown(former))
                 self._bring_up(entry)
-        for former in chain.from_iterable(gone.values()):
-            self._emit(EndpointDown(former))
+        self._take_down()
         names = self._names()
         for table in (self._addresses, self._failing):
             for host in [host for host in table if host not in names]:
@@ -154,6 +147,13 @@ class EndpointSet:
             self._up[endpoint.id] = endpoint
             self._emit(EndpointUp(endpoint))
 
+    def _take_down(self) -> None:
+        """Take down what is not listed any more, unless names of those that come are still to be resolved."""
+        if not self._new_names.is_set():
+            for endpoint_id in [endpoint_id for endpoint_id in self._up if endpoint_id not in self._listed]:
+                del self._up[endpoint_id]
+                self._emit(EndpointDown(endpoint_id))
+
     def _emit(self, event: EndpointUp | EndpointDown) -> None:
         self._turns.make(lambda: call_consumer(lambda: self._feed(event), f"the consumer of {event!r}"))
 
@@ -181,6 +181,7 @@ class EndpointSet:
                 await self._resolve(host, port)
 
         await asyncio.gather(*(resolve(host, port) for host, port in self._names().items()))
+        self._take_down()
 
     async def _resolve(self, host: str, port: int) -> None:
         try:
