@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from fairlead.core.columns import BoolColumn, FloatColumn, read_only, top
 from fairlead.core.cost import Terms, Weights, cost, memory_wait, shortage, weighed
-from fairlead.core.errors import PLUGIN_FAILURES, PluginError, described
+from fairlead.core.errors import PLUGIN_FAILURES, REST_S, PluginError, described, hung
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Waiting
 from fairlead.core.policy import Context, CostPolicy, Policy, guarded, own
@@ -121,6 +121,8 @@ class WaitingRules:
         self.weights = Weights() if self._policy is None else self._policy.weights
         self._report = on_plugin_error
         self._rng = Random(0)
+        #: Clock seconds until which the policy's costs are not asked for, because it did not return.
+        self._rests_until = -inf
 
     def __call__(self, request: Request, fleet: FleetView, now: float) -> BoolColumn | None:
         return self._chain.able(request, fleet, Context(now, self._rng))
@@ -136,7 +138,7 @@ class WaitingRules:
     ) -> FloatColumn:
         """Return the costs in milliseconds. All shapes: requests × slots. `shares`: cached shares of the prompts."""
         policy = self._policy
-        if policy is None:
+        if policy is None or now < self._rests_until:
             return weighed(terms, self.weights, fleet)
         try:
             context = Context(now, self._rng, trace=False)
@@ -152,8 +154,12 @@ class WaitingRules:
             if np.isnan(costs).any():
                 raise ValueError("costs that are not numbers")
         except PLUGIN_FAILURES as error:
+            failure = PluginError(self._name, described(error))
+            if hung(error):
+                self._rests_until = now + REST_S
+                failure = failure.with_note(f"for {REST_S:.0f} s the costs of waiting requests are the cost model's")
             if self._report is not None:
-                self._report(PluginError(self._name, described(error)))
+                self._report(failure)
             return weighed(terms, self.weights, fleet)
         return costs if policy.milliseconds else _in_that_order(costs, able, weighed(terms, self.weights, fleet))
 

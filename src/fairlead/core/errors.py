@@ -94,6 +94,13 @@ class NeverReturned(BaseException):
         super().__init__("did not return and was interrupted")
 
 
+def hung(error: BaseException) -> bool:
+    """Whether a plugin failed because it did not return, whatever it made of that."""
+    return isinstance(error, NeverReturned) or isinstance(error.__context__, NeverReturned)
+
+
+#: Seconds for which a policy that did not return is not called again: each call holds up all requests.
+REST_S = 60.0
 #: What a plugin may raise when it is called. `sys.exit` in a plugin must not end the scheduler.
 PLUGIN_FAILURES = (Exception, SystemExit, NeverReturned)
 

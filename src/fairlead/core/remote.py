@@ -19,7 +19,7 @@ from zlib import crc32
 from msgspec import Struct, field
 
 from fairlead.core.columns import BoolColumn
-from fairlead.core.errors import PLUGIN_FAILURES, NeverReturned, PluginError, of_plugin
+from fairlead.core.errors import PLUGIN_FAILURES, PluginError, hung, of_plugin
 from fairlead.core.policy import Answer, Context, Policy, choose_or_raise
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
@@ -214,7 +214,7 @@ class Canary(AsksElsewhere):
                 return pick
             except PLUGIN_FAILURES as error:
                 reported = of_plugin(self.canary.name, error)
-                if isinstance(error, NeverReturned) or isinstance(error.__context__, NeverReturned):
+                if hung(error):
                     self._below = 0
                     reported = reported.with_note("this canary decides nothing more until its settings change")
                 if self._report is not None:

@@ -21,6 +21,7 @@ Rules
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from math import inf
 from random import Random
 
 from msgspec import structs
@@ -29,7 +30,7 @@ from fairlead.core import events as ev
 from fairlead.core.apis import BEGUN_ONCE
 from fairlead.core.binding import Bound
 from fairlead.core.clock import Clock
-from fairlead.core.errors import PLUGIN_FAILURES, ConfigError, PluginError, described
+from fairlead.core.errors import PLUGIN_FAILURES, REST_S, ConfigError, PluginError, described, hung
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import DISPLACED, EVICTED, LEFT, FlowKey, Waiting
 from fairlead.core.flow_control import ANYBODY, MARGIN, FlowControl, FlowController
@@ -521,19 +522,31 @@ class Pipeline:
         self.policy = policy
         #: The policy if it is one of Fairlead's profiles, whose picks need no check; else `None`.
         self._own_policy = policy if isinstance(policy, Profile) and own(policy) else None
+        #: Clock seconds until which it is not called, because it did not return.
+        self._rests_until = -inf
 
     def _choose(self, policy: Policy, request: Request, now: float) -> Answer:
         try:
             if policy is self._own_policy:
                 pick = policy.choose(request, self.fleet, Context(now, self._rng))
+            elif policy is self.policy and now < self._rests_until:
+                return self._anywhere()
             else:
                 pick = choice_of(policy, request, self.fleet, Context(now, self._rng))
             if self.snapshot is not None and pick.trace is not None:
                 pick.trace.snapshot = self.snapshot(self.fleet, now)
             return pick
         except PLUGIN_FAILURES as error:  # a policy may come from anywhere: its failure must not become the client's
+            failure = PluginError(policy.name, described(error))
+            if policy is self.policy and hung(error):
+                self._rests_until = now + REST_S
+                failure = failure.with_note(f"it decides nothing for {REST_S:.0f} s: endpoints are chosen at random")
             if self._report is not None:
-                self._report(PluginError(policy.name, described(error)))
+                self._report(failure)
+        return self._anywhere()
+
+    def _anywhere(self) -> Answer:
+        """Return a choice at random, for a policy that failed."""
         alive = self.fleet.table.slots()
         if not alive:
             return Refused("rejected-no-endpoints", "the pool has no endpoints")

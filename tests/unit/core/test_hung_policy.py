@@ -1,0 +1,80 @@
+"""A policy that did not return is not asked again for a while: each call holds up all requests."""
+
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fairlead.core import events as ev
+from fairlead.core.binding import WaitingRules
+from fairlead.core.columns import FloatColumn
+from fairlead.core.cost import cost
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.errors import REST_S, NeverReturned, PluginError
+from fairlead.core.fleet import Fleet
+from fairlead.core.instructions import Route
+from fairlead.core.policy import Picked
+from fairlead.core.request import Request
+from fairlead.core.scheduler import Pipeline
+from fairlead.core.tokens import TokenEstimator
+from fairlead.plugins.policies.cost_model import CostModel, CostModelParams
+from fairlead.testing import SimClock
+
+
+class Hangs:
+    """`error` is how its calls end."""
+
+    name = "hangs"
+
+    def __init__(self, error: BaseException) -> None:
+        self.calls, self._error = 0, error
+
+    def choose(self, request: Any, fleet: Any, context: Any) -> Picked:
+        self.calls += 1
+        raise self._error
+
+
+def caused() -> Exception:
+    error = ValueError("what it made of that")
+    error.__context__ = NeverReturned()
+    return error
+
+
+@pytest.mark.parametrize("error", [NeverReturned(), caused()], ids=["as it is", "another"])
+def test_a_policy_that_did_not_return_rests(error: BaseException) -> None:
+    clock, fleet, errors, policy = SimClock(), Fleet(), list[PluginError](), Hangs(error)
+    pipeline = Pipeline(clock, Random(1), fleet, policy, TokenEstimator(), errors.append)
+    pipeline.handle(ev.EndpointUp(Endpoint("e0", "10.0.0.1:80")))
+    for number, calls in enumerate((1, 1, 2, 2)):
+        route = pipeline.handle(ev.RequestArrived(Request(id=number, arrived=clock.time())))[0]
+        assert isinstance(route, Route) and policy.calls == len(errors) == calls
+        clock.advance(REST_S / 2)
+    assert "it decides nothing for 60 s" in str(errors[0])
+
+
+def test_a_policy_that_raises_is_asked_again() -> None:
+    policy = Hangs(ValueError("oops"))
+    pipeline = Pipeline(SimClock(), Random(1), Fleet(), policy, TokenEstimator())
+    for number in range(2):
+        pipeline.handle(ev.RequestArrived(Request(id=number, arrived=0.0)))
+    assert policy.calls == 2
+
+
+class HangingCosts(CostModel):
+    calls = 0
+
+    def costs(self, *given: Any) -> FloatColumn:
+        self.calls += 1
+        raise NeverReturned
+
+
+def test_late_binding_does_not_ask_it_either() -> None:
+    fleet, errors, policy = Fleet(), list[PluginError](), HangingCosts(CostModelParams())
+    fleet.up(Endpoint("e0", "10.0.0.1:80"))
+    rules = WaitingRules(policy, policy, errors.append)
+    for now, calls in ((0.0, 1), (REST_S / 2, 1), (REST_S, 2)):
+        prompts, shares = np.array([[10.0]]), np.zeros((1, 1))
+        terms, able = cost(prompts, shares, fleet, now, None), np.ones((1, 1), dtype=np.bool_)
+        rules.costs([Request(id=1, arrived=0.0)], shares, able, terms, fleet, now)
+        assert policy.calls == len(errors) == calls
