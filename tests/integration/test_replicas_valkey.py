@@ -318,6 +318,25 @@ async def test_who_may_not_read_or_write_loses_the_others(server: ValkeyServer, 
         await until(lambda: agree(one, other) and bool(other.known) and not one.replicas.trouble())
 
 
+@pytest.mark.parametrize("right", ["get", "del", "srem"])
+async def test_a_right_that_is_needed_later_is_missed_at_once(server: ValkeyServer, right: str) -> None:
+    one, other = Teller("a", server.url), Teller("b", server.url)
+    async with Valkey.from_url(server.url) as client:
+        await client.execute_command("ACL", "SETUSER", "default", f"-{right}")
+        async with running(one, other):
+            rejected = 0
+            async with asyncio.timeout(PATIENCE):
+                while rejected < 8:
+                    stats = await client.info("commandstats")
+                    rejected = stats.get(f"cmdstat_{right}", {}).get("rejected_calls", 0)
+                    await asyncio.sleep(0.02)
+            assert f"'{right}'" in one.replicas.trouble()
+            assert not one.replicas.counts.outages, "it has never joined"
+            await client.execute_command("ACL", "SETUSER", "default", f"+{right}")
+            one.say("word")
+            await until(lambda: agree(one, other) and bool(other.known) and not one.replicas.trouble())
+
+
 async def test_keys_that_are_evicted_again_and_again_end_in_agreement(server: ValkeyServer) -> None:
     one, other = Teller("a", server.url), Teller("b", server.url)
     async with running(one, other), Valkey.from_url(server.url) as client:

@@ -231,7 +231,7 @@ class ValkeyReplicas(Replicas):
     # ---- while the server is available ----
 
     async def _join(self, client: Client) -> None:
-        """Find our position in the stream, and announce this replica. Fails if it is not allowed to read or write."""
+        """Find our position in the stream, and announce this replica. Fails if a right is missing."""
         self._joined_at = time.monotonic()
         if self.counts.outages and self._joined_at - self._alone_since > self._settings.lease:
             self._take()
@@ -242,6 +242,10 @@ class ValkeyReplicas(Replicas):
             self._read_from(newest[0][0] if newest else b"0-0")
         self._written = b""
         await client.xread({self._stream: b"$"})
+        # Rights that are used later: of a key and a member that no replica has.
+        await client.get(self._snapshots)
+        await client.delete(self._snapshots)
+        await client.srem(self._members, b"")
         await self._write(client, WANTED, b"")
         await self._renew(client)
         self._something.set()
