@@ -13,7 +13,6 @@ Rules
 
 import asyncio
 import os
-import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -31,7 +30,7 @@ from fairlead.core.prefix import ChainHasher
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.state import BLOCK_BYTES, VERSION, Head, decode, encode, taken
 from fairlead.pool.aio import cancelled
-from fairlead.server.files import lock, write_whole
+from fairlead.server.files import lock, read_regular, write_whole
 from fairlead.server.journal.blocks import OVERHEAD, Damage, block, blocks
 from fairlead.server.observe.log import get
 
@@ -62,10 +61,7 @@ def read_state(path: Path, cut: ChainHasher, max_bytes: int) -> Stored:
     cut into other blocks than those of `cut` are left out. A missing file is no problem."""
     stored = Stored()
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise OSError("it is not a regular file")  # opening a pipe would wait for its writer
-        with path.open("rb") as file:
-            data = file.read(max_bytes + 1)
+        data = read_regular(path, max_bytes + 1)
     except FileNotFoundError:
         return stored
     except OSError as error:

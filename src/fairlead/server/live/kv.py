@@ -36,7 +36,7 @@ from fairlead.pool.kv_events.discovery import KvSource
 from fairlead.pool.kv_events.feed import Sync
 from fairlead.pool.kv_events.keys import read_keys
 from fairlead.pool.kv_events.subscriber import KvSubscriber, Publisher, Subscription
-from fairlead.server.files import write_whole
+from fairlead.server.files import read_regular, write_whole
 from fairlead.server.indexer.client import fetch
 from fairlead.server.live.knowledge import Knowledge
 from fairlead.server.observe.exposition import Registry
@@ -58,15 +58,15 @@ class Keeper(Struct, eq=False):
     problem: str = ""
     _task: asyncio.Task[None] | None = None
 
-    async def read(self) -> bytes:
-        """The bytes of the last snapshot; empty = there is none, or it cannot be read."""
+    async def read(self) -> bytes | None:
+        """The bytes of the last snapshot; `None` = there is none, or it cannot be read."""
         try:
-            return await asyncio.to_thread(self._path.read_bytes)
+            return await asyncio.to_thread(read_regular, self._path)
         except FileNotFoundError:
-            return b""
+            return None
         except OSError as error:
             _unusable(f"{self._path}: {error.strerror or error}")
-            return b""
+            return None
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -81,7 +81,7 @@ class Keeper(Struct, eq=False):
         with contextlib.closing(save(*self._what())) as made:
             pieces = await in_turns(made)
         try:
-            await asyncio.to_thread(write_whole, self._path, pieces)
+            await asyncio.to_thread(self._store, pieces)
         except OSError as error:
             reason = f"{self._path}: {error.strerror or error}"
             if not self.problem:
@@ -91,6 +91,10 @@ class Keeper(Struct, eq=False):
             if self.problem:
                 log.info("the snapshot of the KV index is written again", file=str(self._path))
             self.problem = ""
+
+    def _store(self, pieces: list[bytes]) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_whole(self._path, pieces)
 
     async def _run(self) -> None:
         while True:
@@ -154,7 +158,7 @@ class KvListening(Knowledge):
         if settings.snapshot:
             keeper = self._keeper = Keeper(Path(settings.snapshot), settings.snapshot_interval, self._saved)
             content = await keeper.read()
-            if content:
+            if content is not None:
                 self._load(content)
             keeper.start()
             stack.push_async_callback(keeper.close)

@@ -1,6 +1,7 @@
 """The index taken from one process to another, and prompts that are only counted."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -165,7 +166,8 @@ async def test_a_tokeniser_that_cannot_be_used_is_a_restriction_and_in_the_log(
 
 
 async def test_a_snapshot_that_cannot_be_written_is_a_restriction(tmp_path: Path) -> None:
-    path = tmp_path / "missing" / "index.kv"
+    path = tmp_path / "a" / "b" / "index.kv"
+    (tmp_path / "a").write_text("no directory")
     events = f"kvEvents: {{enabled: true, port: 1, snapshot: '{path}', snapshotInterval: 10ms}}"
     pool = PoolScheduler(load(f"endpoints: ['127.0.0.1:1']\n{events}\n"), None)
     async with AsyncExitStack() as stack, asyncio.timeout(30):
@@ -173,6 +175,27 @@ async def test_a_snapshot_that_cannot_be_written_is_a_restriction(tmp_path: Path
         while "kv-snapshot" not in pool.troubles.look():
             await asyncio.sleep(0.005)
         assert str(path) in pool.troubles.look()["kv-snapshot"]
-        path.parent.mkdir()
+        (tmp_path / "a").unlink()
         while "kv-snapshot" in pool.troubles.look():
             await asyncio.sleep(0.005)
+    assert path.exists() and path.parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "empty"])
+async def test_what_cannot_be_a_snapshot_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """A pipe would wait for its writer, and a device may have no end."""
+    path = tmp_path / "index.kv"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+    events = f"kvEvents: {{enabled: true, port: 1, snapshot: '{path}'}}"
+    pool = PoolScheduler(load(f"endpoints: ['127.0.0.1:1']\n{events}\n"), None)
+    async with AsyncExitStack() as stack, asyncio.timeout(30):
+        await pool.start(stack)
+    assert "cannot use the snapshot of the KV index" in caplog.text
+    assert path.read_bytes().startswith(b"fairlead-kv"), "the next one is written"
