@@ -456,7 +456,7 @@ class KvEvents(Section):
     keys: Literal["own", "engine"] = Field(
         default="own",
         description="How to match blocks. `own`: by token ids, no matter how the engine hashes. `engine`: by the "
-        "engine's hashes.",
+        "engine's hashes, except prompts with adapters or media.",
     )
     hash_algorithm: Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"] = Field(
         default="sha256", description="With `keys: engine`: the engine's hash algorithm."

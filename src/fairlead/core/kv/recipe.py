@@ -2,8 +2,8 @@
 
 Own keys (the default) are hashes of token ids. They do not need the engine's algorithm, seed and block size, since
 events have tokens and sizes. Engine keys are the engine's own hashes, for engines whose events have no tokens or whose
-history is often incomplete. They need the engine's algorithm and seed. They do not work for blocks of adapters, whose
-hashes include the adapter's path, which is not in events.
+history is often incomplete. They need the engine's algorithm and seed. They do not work for prompts with media, nor for
+adapters, whose hashes include the adapter's path, which is not in events.
 """
 
 from collections.abc import Sequence
