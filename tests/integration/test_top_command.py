@@ -156,12 +156,11 @@ async def test_an_outage_is_said_with_its_time_and_what_to_do(port: Port) -> Non
     assert max(map(len, done.output.splitlines())) <= 80 and "…" not in done.output
 
 
-async def test_roles_have_a_column_where_there_are_any(port: Port) -> None:
-    words = ("--admin", f"127.0.0.1:{port.number}", "--once")
-    assert " role " not in (await call(*words)).output
-    port.fleet.up(Endpoint("server-3", "10.0.0.3:80", {"llm-d.ai/role": "prefill"}))
-    output = (await call(*words)).output
-    assert " role " in output and " prefill " in output
+@pytest.mark.parametrize("role", ["", "prefill"])
+async def test_roles_have_a_column_where_there_are_any(role: str, port: Port) -> None:
+    port.fleet.up(Endpoint("server-3", "10.0.0.3:80", {"llm-d.ai/role": role}))
+    output = (await call("--admin", f"127.0.0.1:{port.number}", "--once")).output
+    assert (" role " in output, " prefill " in output) == (bool(role), bool(role))
 
 
 async def test_the_order_and_the_width_can_be_chosen(port: Port) -> None:

@@ -21,9 +21,21 @@ from fairlead.core.table import EndpointTable
 from fairlead.pool.scrape import TOLD_AFTER
 from fairlead.server.observe.endpoint_history import EndpointHistory
 from fairlead.server.observe.log import get
-from fairlead.server.observe.model_rows import ModelHistory
-from fairlead.server.observe.recent import SHORT, percentiles
-from fairlead.server.observe.snapshot_shape import FAILS, HANGS, REFUSED, Failures, Latency, Point, Quantiles, momentary
+from fairlead.server.observe.metrics import MOST_DECLARED
+from fairlead.server.observe.model_rows import ModelHistory, models_out
+from fairlead.server.observe.recent import MAX_LABEL, SHORT, percentiles
+from fairlead.server.observe.snapshot_shape import (
+    FAILS,
+    HANGS,
+    MODELS_OUT,
+    REFUSED,
+    Failures,
+    Latency,
+    Point,
+    Quantiles,
+    momentary,
+    named,
+)
 from fairlead.server.observe.troubles import HOLD_S, Happened
 from fairlead.server.observe.watch import Watch
 
@@ -94,6 +106,12 @@ class History:
         text = "1 while an endpoint is out of use, or only tested because it hangs or fails."
         show = watch.metrics.registry.follow
         show("gauge", "fairlead_endpoint_out", text, self._shown, "endpoint", "why")
+        #: Models that no endpoint in use can answer, and since when (clock seconds); what they were judged by.
+        self.models_out: dict[str, float] = {}
+        self._judged: tuple[int, Collection[str]] = (-1, ())
+        text = "1 while endpoints serve a model, or an adapter, and none of those in use can answer its requests."
+        show("gauge", "fairlead_model_out", text, lambda: dict.fromkeys(self.models_out, 1), "model_name")
+        watch.troubles.watch(MODELS_OUT, self._trouble)
         self.endpoints = EndpointHistory()
         self.models = ModelHistory()
         #: Which of the counters that should not grow have grown within the last minute.
@@ -120,12 +138,16 @@ class History:
     def _shown(self) -> dict[tuple[str, str], int]:
         return {(endpoint, _WHY.get(out.reason, "silent")): 1 for endpoint, out in self.out.items()}
 
+    def _trouble(self) -> str:
+        return f"no endpoint in use can answer for {named([*self.models_out])}" if self.models_out else ""
+
     def failures(self) -> Failures:
         """The failures that the notices mention."""
         since, rates = self.failing_since, self.rates
         errors = (rates.client_errors_per_s or 0.0) + (rates.server_errors_per_s or 0.0)
         share = (rates.server_errors_per_s or 0.0) / errors * (rates.error_rate or 0.0) if errors else 0.0
-        return Failures(None if since is None else since + self._wall(), share)
+        models = {name: began + self._wall() for name, began in self.models_out.items()}
+        return Failures(None if since is None else since + self._wall(), share, models)
 
     def point(self, now: float) -> Point:
         table, rates = self._watch.fleet.table, self.rates
@@ -203,6 +225,10 @@ class History:
                     continue
                 out[name] = Out(reason, known.since if known else now)
         self.out = out
+        if (judged := (table.version, frozenset(out))) != self._judged:
+            self._judged = judged
+            names = sorted({name[:MAX_LABEL] for name in models_out(table, out)})[:MOST_DECLARED]
+            self.models_out = {name: self.models_out.get(name, now) for name in names}
         failing = _named(table, (table.errors >= 1.0) & (table.ejected_until > now - FORGOTTEN_S))
         failing &= self._failing | {name for name, each in out.items() if each.reason == FAILS}
         for name in failing - self._failing:

@@ -1,15 +1,16 @@
 """What the dashboard shows for each model: its traffic now and in the last hour, its targets, its endpoints."""
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import chain
 from math import inf
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from fairlead.core.endpoint import ROLE_LABEL, STAGES
 from fairlead.core.records import OutcomeRecord
-from fairlead.core.table import EndpointTable
+from fairlead.core.table import ON_DEMAND, EndpointTable
 from fairlead.server.observe.endpoint_history import POINTS, STEP
 from fairlead.server.observe.instruments import OTHER
 from fairlead.server.observe.recent import COVERED, MAX_LABEL, percentiles
@@ -128,6 +129,20 @@ def _row(
         ttft_p95_ms=p95,
         hit_rate=hit / looked_up if looked_up else None,
     )
+
+
+def models_out(table: EndpointTable, out: Collection[str]) -> set[str]:
+    """Return the models and adapters of endpoints that no endpoint can answer which is not `out` (ids)."""
+    bases, adapters, answered = set[str](), set[str](), set[str]()
+    for slot, endpoint in table.slots():
+        own, listed = {*table.base_names(slot, endpoint)}, table.listed[slot] or frozenset()
+        bases |= own
+        adapters |= listed
+        if endpoint.id not in out and endpoint.labels.get(ROLE_LABEL, "") in STAGES["decode"]:
+            if not own:
+                return set()  # it may serve any
+            answered |= own | listed
+    return (bases if ON_DEMAND in answered else bases | adapters) - answered - {""}
 
 
 def served_models(table: EndpointTable) -> Served:

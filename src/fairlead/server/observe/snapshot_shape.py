@@ -4,11 +4,13 @@ Field names end in their units; `None` = not known. Times of day are seconds sin
 rates over the last ten seconds, sums per endpoint over the last minute.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
 from msgspec import Struct
 
+from fairlead.core.endpoint import PREFILL_ONLY, STAGES
 from fairlead.core.fleet import ERRORS_TO_EJECT
 from fairlead.core.remote import CLOSED
 from fairlead.core.trust import Finding
@@ -322,6 +324,8 @@ class Beginning(Struct, frozen=True, kw_only=True):
 # * Only problems that exist now or existed within the last minute.
 
 BAD, WATCH = "bad", "watch"
+#: The name of the trouble, and the key of the notice.
+MODELS_OUT = "models-out"
 #: There are at most so many notices, and one sentence lists at most so many names.
 _MOST, _NAMED = 6, 3
 #: Forecasts per minute that are enough to judge them, and the least share of them that must be within the 90 % band.
@@ -348,6 +352,8 @@ class Failures(Struct, frozen=True):
 
     since: float | None = None
     rate: float = 0.0
+    #: Models that no endpoint in use can answer, and since when (time of day).
+    models: Mapping[str, float] = {}
 
 
 def notices(
@@ -381,7 +387,7 @@ def notices(
 
 
 def _outage(endpoints: Sequence[EndpointRow], failures: Failures) -> Iterable[Notice]:
-    """Notices about endpoints that are out, one per reason; or one notice in all if every request fails."""
+    """Notices about models that are out, and about endpoints, one per reason; not about these if all requests fail."""
     by_reason: dict[str, list[EndpointRow]] = {}
     for row in endpoints:
         if row.state == "out":
@@ -394,19 +400,41 @@ def _outage(endpoints: Sequence[EndpointRow], failures: Failures) -> Iterable[No
         )
         section = "FairleadNoEndpoints" if out == all_of else "FairleadErrorsHigh"
         yield Notice(BAD, "every", "Every request has failed", failures.since, f": {why}.", section)
-        return
-    if failures.rate > 0.0:
+    elif failures.rate > 0.0:
         level = BAD if failures.rate >= _MANY_FAIL else WATCH
         what = f": {failures.rate:.1%} of those of the last 10 seconds."
         yield Notice(level, "some", "Requests fail", detail=what, runbook="FairleadErrorsHigh")
+    if failures.models and out < all_of:
+        what = f": {'its' if len(failures.models) == 1 else 'their'} requests fail."
+        text, since = f"No endpoint has served {named([*failures.models])}", min(failures.models.values())
+        yield Notice(BAD, MODELS_OUT, text, since, what, "FairleadModelOut")
+    if failures.since is not None:
+        return
     for reason, rows in by_reason.items():
         subject, verb = ("it", "has") if len(rows) == 1 else ("they", "have")
-        elsewhere = f"Requests go to the other {all_of - out}." if out < all_of else "Requests will fail."
+        if others := _others(rows, endpoints):
+            elsewhere = f" Requests go to the other {others}."
+        elif out == all_of:
+            elsewhere = " Requests will fail."
+        else:
+            elsewhere = " Requests are not split." if all(row.role in PREFILL_ONLY for row in rows) else ""
         since = min(row.since or inf for row in rows)
         section = _RUNBOOK.get(reason, "FairleadEndpointStale") if out < all_of else "FairleadNoEndpoints"
-        what = f": {subject} {_does(reason, rows)}. {elsewhere}"
+        what = f": {subject} {_does(reason, rows)}.{elsewhere}"
         text = f"{_listed(rows, all_of, 'Endpoint')} {verb} been out of use"
         yield Notice(BAD, f"out {reason}", text, since, what, section)
+
+
+def _others(rows: Iterable[EndpointRow], endpoints: Iterable[EndpointRow]) -> int:
+    """The number of endpoints in use that can do a stage of one of `rows`, for a model of it (not known = any)."""
+    kinds = {(row.model, row.role) for row in rows}
+    others = Counter((row.model, row.role) for row in endpoints if row.state != "out")
+    return sum(count for other, count in others.items() if any(_replaces(*other, *kind) for kind in kinds))
+
+
+def _replaces(other: str, other_role: str, model: str, role: str) -> bool:
+    shared = not other or not model or {*other.split(", ")} & {*model.split(", ")}
+    return bool(shared) and any(other_role in roles and role in roles for roles in STAGES.values())
 
 
 def _does(reason: str, rows: Sequence[EndpointRow]) -> str:
@@ -520,17 +548,20 @@ _SECTIONS = {
 
 def _troubles(watch: Watch) -> Iterable[Notice]:
     for what, reason in watch.troubles.look().items():
-        if what not in ("scrapes", "gateway"):  # other notices name these endpoints, and say why it is not ready
+        if what not in ("scrapes", "gateway", MODELS_OUT):  # other notices name these, and say why it is not ready
             section = next((section for name, section in _SECTIONS.items() if what.startswith(name)), "FairleadTrouble")
             yield Notice(BAD, f"trouble {what}", "Restricted", detail=f": {reason}.", runbook=section)
 
 
 def _listed(rows: Sequence[EndpointRow], of: int, single: str = "endpoint") -> str:
-    names = ", ".join(row.id for row in rows[:_NAMED])
-    if len(rows) == 1:
-        return f"{single} {names}"
-    more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
-    return f"{len(rows)} of {of} endpoints ({names}{more})"
+    names = named([row.id for row in rows])
+    return f"{single} {names}" if len(rows) == 1 else f"{len(rows)} of {of} endpoints ({names})"
+
+
+def named(names: Sequence[str]) -> str:
+    """The first names in one text, and how many more there are."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def _seconds(value: float) -> str:

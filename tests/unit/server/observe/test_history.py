@@ -6,7 +6,7 @@ import pytest
 from waiting_rules import AbleRules
 
 from fairlead.core.binding import PairBinder
-from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.endpoint import BaseModels, Endpoint, Sample
 from fairlead.core.fairness import StartTimeFair
 from fairlead.core.fleet import EJECT_SECONDS, Fleet
 from fairlead.core.flow_control import FlowControl, FlowController
@@ -15,6 +15,7 @@ from fairlead.core.queues import Queues
 from fairlead.core.records import OutcomeRecord
 from fairlead.core.request import Request
 from fairlead.core.stalls import FORGOTTEN_S, OUT_OF_USE, SUSPECT, TRIED, WELL
+from fairlead.core.table import ON_DEMAND
 from fairlead.plugins.flow_control import Fcfs
 from fairlead.server.observe.history import HISTORY, POINT, History, Out
 from fairlead.server.observe.snapshot_shape import HANGS
@@ -39,6 +40,37 @@ class Pool:
                 record = OutcomeRecord(request=request, at=self.now, endpoint="a", status=status, cause=cause)
                 self.watch.on_outcome(record)
             self.history.look(self.now)
+
+
+def test_a_model_is_out_while_none_of_its_endpoints_can_answer() -> None:
+    pool = Pool()
+    fleet, troubles = pool.fleet, pool.watch.troubles
+
+    def out() -> dict[str, float]:
+        pool.passes(0.5)
+        page = b"".join(pool.watch.exposition())
+        shown = [line for line in page.splitlines() if line.startswith(b"fairlead_model_out{")]
+        assert shown == [b'fairlead_model_out{model_name="%s"} 1' % name.encode() for name in pool.history.models_out]
+        return pool.history.models_out
+
+    for name, role, models, adapters in (("a", "", "m", "x y"), ("b", "prefill", "m", ""), ("c", "", "n", "x")):
+        fleet.up(Endpoint(name, f"{name}:80", {"llm-d.ai/role": role}))
+        slot = fleet.table.slot(name)
+        assert slot is not None
+        fleet.table.set_based(slot, BaseModels(frozenset(models.split())))
+        fleet.table.set_listed(slot, frozenset(adapters.split()))
+    assert out() == {} and "models-out" not in troubles.look()
+    for _ in range(3):
+        fleet.scrape_failed("a", pool.now)
+    assert out() == {"m": 1.0, "y": 1.0}, "the other endpoint with the model only prefills"
+    assert troubles.look()["models-out"] == "no endpoint in use can answer for m, y"
+    fleet.table.set_listed(slot, frozenset({"x", ON_DEMAND}))
+    assert out() == {"m": 1.0}, "c may load any adapter"
+    fleet.up(Endpoint("new", "new:80"))
+    assert out() == {}, "nobody knows what it serves"
+    fleet.down("new")
+    fleet.sampled("a", pool.now, pool.now, Sample(waiting=0, running=0))
+    assert out() == {}
 
 
 def test_an_hour_is_kept_and_no_more() -> None:

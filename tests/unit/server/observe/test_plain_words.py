@@ -109,6 +109,51 @@ def test_an_endpoint_that_refuses_connections_is_out_since_then(scene):
     assert scene.notices()[0].since == 1100.0, "since when, not how it was last seen"
 
 
+#: Endpoint → labels.
+PAIRS = {
+    **{name: {"llm-d.ai/role": "prefill", "model-id": "qwen"} for name in "pq"},
+    **{name: {"llm-d.ai/role": "decode", "model-id": "qwen"} for name in "de"},
+    **{name: {"model-id": "llama"} for name in "lm"},
+}
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("d", ["Endpoint d has been out of use: it refuses connections. Requests go to the other 1."]),
+        (
+            "de",
+            [
+                "No endpoint has served qwen: its requests fail.",
+                "2 of 6 endpoints (d, e) have been out of use: they refuse connections.",
+            ],
+        ),
+        (
+            "delm",
+            [
+                "No endpoint has served llama, qwen: their requests fail.",
+                "4 of 6 endpoints (d, e, l and 1 more) have been out of use: they refuse connections.",
+            ],
+        ),
+        ("dl", ["2 of 6 endpoints (d, l) have been out of use: they refuse connections. Requests go to the other 2."]),
+        ("p", ["Endpoint p has been out of use: it refuses connections. Requests go to the other 1."]),
+        ("pq", ["2 of 6 endpoints (p, q) have been out of use: they refuse connections. Requests are not split."]),
+    ],
+)
+def test_a_model_that_nobody_can_answer_for_is_named(out, said):
+    scene = Scene("")
+    for name, labels in PAIRS.items():
+        scene.fleet.up(Endpoint(name, f"{name}:80", labels))
+        scene.answer(name)
+    scene.refuse(*out)
+    notices = scene.notices()
+    assert [notice.text + notice.detail for notice in notices] == said
+    if len(said) > 1:
+        assert (notices[0].key, notices[0].since, notices[0].runbook) == ("models-out", 1100.0, "FairleadModelOut")
+        scene.ends(*[503] * 5)
+        assert [notice.key for notice in scene.notices()] == ["every", "models-out"]
+
+
 def test_when_all_endpoints_are_out_every_request_fails(scene):
     scene.ends(200)
     scene.refuse("a", "b")
