@@ -143,14 +143,18 @@ async def test_a_network_that_is_cut_loses_a_replica_and_brings_it_back(
             await until(lambda: agree(one, other))
 
 
+def make_localhost_pair(directory: Path) -> None:
+    """Write a self-signed pair to `tls.crt` and `tls.key`."""
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "2"]
+    files = ["-keyout", str(directory / "tls.key"), "-out", str(directory / "tls.crt")]
+    subprocess.run([*command, *names, *files], check=True, capture_output=True, timeout=60)
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 async def test_tls_is_verified(server: ValkeyServer, tmp_path: Path) -> None:
     certificate, key = tmp_path / "tls.crt", tmp_path / "tls.key"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "2"]
-    files = ["-keyout", str(key), "-out", str(certificate)]
-    arguments = [*command, *names, *files]
-    await asyncio.to_thread(subprocess.run, arguments, check=True, capture_output=True, timeout=60)
+    await asyncio.to_thread(make_localhost_pair, tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     async with Cable(server, context) as cable:
@@ -164,7 +168,55 @@ async def test_tls_is_verified(server: ValkeyServer, tmp_path: Path) -> None:
     async with Cable(server, context) as cable:
         unproven = Teller("a", f"valkeys://localhost:{cable.port}", ca_file=str(certificate))
         async with running(unproven):
-            await until(lambda: "set tls-auth-clients no" in unproven.replicas.trouble())
+            await until(lambda: "see replicas.certDir" in unproven.replicas.trouble())
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+async def test_a_server_that_demands_client_certificates_gets_the_newest_one(
+    server: ValkeyServer, tmp_path: Path
+) -> None:
+    """The wheel's Valkey has no TLS: the cable demands them in its place."""
+    known, strange = tmp_path / "known", tmp_path / "strange"
+    for directory in known, strange:
+        directory.mkdir()
+        await asyncio.to_thread(make_localhost_pair, directory)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=known / "tls.crt")
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_cert_chain(known / "tls.crt", known / "tls.key")
+    async with Cable(server, context) as cable:
+        where = {"url": f"valkeys://localhost:{cable.port}", "ca_file": str(known / "tls.crt")}
+        without, proven = Teller("a", **where), Teller("b", **where, cert_dir=str(known))
+        rotated = Teller("c", **where, cert_dir=str(strange))
+        async with running(without, proven, rotated):
+            proven.say("word")
+            await until(lambda: without.replicas.problem and rotated.replicas.problem)
+            assert not proven.replicas.problem
+            for name in "tls.crt", "tls.key":
+                shutil.copy(known / name, strange / name)
+            await until(lambda: agree(proven, rotated))
+            assert without.replicas.problem
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+@pytest.mark.parametrize("fault", ["no key", "no PEM", "another's key", "encrypted key"])
+async def test_a_client_certificate_that_cannot_be_used_is_named(tmp_path: Path, fault: str) -> None:
+    await asyncio.to_thread(make_localhost_pair, tmp_path)
+    key, named = tmp_path / "tls.key", f"tls.crt and tls.key in {tmp_path}"
+    if fault == "no key":
+        key.unlink()
+        named = str(key)
+    elif fault == "no PEM":
+        key.write_text("no PEM")
+    elif fault == "encrypted key":
+        command = ["openssl", "ec", "-in", str(key), "-out", str(key), "-aes128", "-passout", "pass:secret"]
+        await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True, timeout=60)
+    else:
+        (other := tmp_path / "other").mkdir()
+        await asyncio.to_thread(make_localhost_pair, other)
+        shutil.copy(other / "tls.key", key)
+    one = Teller("a", "valkeys://localhost:1", cert_dir=str(tmp_path))
+    async with running(one):
+        assert named in one.replicas.trouble()
 
 
 @pytest.mark.parametrize("text", [None, "no PEM"])

@@ -88,11 +88,12 @@ def test_yours_is_named_and_verified(helm: Helm) -> None:
     assert replicas.via == "valkeys://fairlead@valkey.example:6380/0"
     assert mounted(objects, "Deployment", str(Path(replicas.password_file).parent)) == "between-replicas"
     assert mounted(objects, "Deployment", str(Path(replicas.ca_file).parent)) == "valkey-ca"
+    assert mounted(objects, "Deployment", replicas.cert_dir) == "valkey-cert"
     assert not of_kind(objects, "StatefulSet") and of_kind(objects, "HorizontalPodAutoscaler")
     (policy,) = of_kind(objects, "NetworkPolicy")
     assert {"ports": [{"port": 6380, "protocol": "TCP"}]} in policy["spec"]["egress"]
     plain = configured(helm.render(*LABELS, *THEIRS)).replicas
-    assert (plain.via, plain.password_file, plain.ca_file) == ("valkey://valkey.example", "", "")
+    assert (plain.via, plain.password_file, plain.ca_file, plain.cert_dir) == ("valkey://valkey.example", "", "", "")
     egress = helm.render(*LABELS, *THEIRS, "--set", "networkPolicy.egress=true")
     assert {"ports": [{"port": 6379, "protocol": "TCP"}]} in one(egress, "NetworkPolicy")["spec"]["egress"]
 
@@ -117,6 +118,7 @@ def test_schedulers_alone_reach_it(helm: Helm) -> None:
             "nobody is to lead",
         ),
         ((*THEIRS, "--set", "inferenceExtension.valkey.caSecret=ca"), "begins with valkeys://"),
+        ((*THEIRS, "--set", "inferenceExtension.valkey.certSecret=own"), "begins with valkeys://"),
         (("--set", "inferenceExtension.valkey.passwordSecret=p"), "of which server"),
         (("--set", "inferenceExtension.valkey.address=valkey://me:secret@h"), "does not match pattern"),
         (("--set", "inferenceExtension.valkey.adress=h"), "'adress' not allowed"),

@@ -35,6 +35,7 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- $_ := set $replicas "via" $via -}}
 {{- with include "fairlead.valkeySecret" . -}}{{- $_ := set $replicas "passwordFile" "/etc/fairlead-valkey/password" -}}{{- end -}}
 {{- if $valkey.caSecret -}}{{- $_ := set $replicas "caFile" "/etc/fairlead-valkey-ca/ca.crt" -}}{{- end -}}
+{{- if $valkey.certSecret -}}{{- $_ := set $replicas "certDir" "/etc/fairlead-valkey-cert" -}}{{- end -}}
 {{- end -}}
 {{- toYaml $replicas -}}
 {{- end }}
@@ -48,8 +49,8 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- if and (or $valkey.enabled $valkey.address) (dig "replicas" "via" "" (include "fairlead.sections" .Values.config | fromYaml)) -}}
 {{- fail "config.replicas.via: inferenceExtension.valkey says it already; leave out one of them" -}}
 {{- end -}}
-{{- if and $valkey.caSecret (not (hasPrefix "valkeys:" $valkey.address)) (not (hasPrefix "rediss:" $valkey.address)) -}}
-{{- fail "inferenceExtension.valkey.caSecret: it is for TLS; give an address that begins with valkeys:// or rediss://" -}}
+{{- if and (or $valkey.caSecret $valkey.certSecret) (not (hasPrefix "valkeys:" $valkey.address)) (not (hasPrefix "rediss:" $valkey.address)) -}}
+{{- fail "inferenceExtension.valkey: caSecret and certSecret are for TLS; give an address that begins with valkeys:// or rediss://" -}}
 {{- end -}}
 {{- if and $valkey.passwordSecret (not $valkey.enabled) (not $valkey.address) -}}
 {{- fail "inferenceExtension.valkey.passwordSecret: of which server? Set valkey.enabled, or valkey.address" -}}

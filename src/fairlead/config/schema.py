@@ -881,6 +881,7 @@ class ReplicaSettings(Section):
     )
     password_file: RelativePath = Field(default="", description="File with its password, read for each connection.")
     ca_file: RelativePath = Field(default="", description="PEM bundle for TLS; empty = the system's.")
+    cert_dir: RelativePath = Field(default="", description="Directory with Fairlead's own `tls.crt` and `tls.key`.")
     pool: str = Field(
         default="",
         max_length=253,

@@ -191,8 +191,8 @@ class ValkeyReplicas(Replicas):
             pause_s = min(pause_s * 2, _AGAIN_CAP_S)
 
     def _client(self) -> Client:
-        """Make a client of the server. Raises `OSError` if the file with the password or the certificate authorities
-        cannot be read, `ValueError` for a bad URL."""
+        """Make a client of the server. Raises `OSError` if the file with the password, the certificate authorities or
+        our certificate cannot be read, `ValueError` for a bad URL."""
         from valkey.asyncio import Valkey
 
         settings = self._settings
@@ -202,8 +202,11 @@ class ValkeyReplicas(Replicas):
             options["password"] = Path(settings.password_file).read_text(encoding="utf-8").strip()
         if urlsplit(settings.via).scheme in TLS:
             options["ssl_check_hostname"] = True
-            trusting(settings.ca_file)  # else the client's error would be one of the connection
+            trusting(settings.ca_file, settings.cert_dir)  # else the client's error would be one of the connection
             options["ssl_ca_certs"] = settings.ca_file or None
+            if settings.cert_dir:
+                own = {"ssl_certfile": "tls.crt", "ssl_keyfile": "tls.key"}
+                options |= {option: str(Path(settings.cert_dir, file)) for option, file in own.items()}
         return Valkey.from_url(settings.via, **options)
 
     async def _make_room(self) -> None:
@@ -217,7 +220,7 @@ class ValkeyReplicas(Replicas):
         problem = f"{self.where}: {str(error) or silent}"
         secure = urlsplit(self._settings.via).scheme in TLS
         if self.problem and secure and _CLOSED.search(problem):  # again, so it is no restart
-            why = "the server closes each connection; if it demands client certificates, set tls-auth-clients no"
+            why = "the server closes each connection; if it demands client certificates, see replicas.certDir"
             problem = f"{self.where}: {why}"
         if not self.problem:
             self.counts.outages += 1

@@ -129,11 +129,13 @@ async def test_files_that_others_may_write_or_read(tmp_path: Path) -> None:
         assert await codes(config) == {f"exposure.{code}"}
 
 
-async def test_secrets_that_everybody_can_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["extProc", "replicas"])
+async def test_secrets_that_everybody_can_read(tmp_path: Path, place: str) -> None:
     key, token = tmp_path / "tls.key", tmp_path / "token"
     key.write_text("x")
     token.write_text("x")
-    config = {"extProc": {"tls": {"certDir": str(tmp_path)}}, "metrics": {"tokenFile": str(token)}}
+    pair = {"certDir": str(tmp_path)}
+    config = {place: {"tls": pair} if place == "extProc" else pair, "metrics": {"tokenFile": str(token)}}
     for one in (key, token):
         os.chmod(key, 0o640)
         os.chmod(token, 0o640)

@@ -255,7 +255,12 @@ def _files(config: Config) -> Iterator[tuple[Kind, int, str]]:
         gateway.upstream_token_file,
     ]
     secrets += [curve.secret_key_file] if curve else []
-    pairs = [config.ext_proc.tls, config.admin.tls, *(scheduler.tls for _, scheduler in _schedulers(config))]
+    pairs = [
+        config.ext_proc.tls,
+        config.admin.tls,
+        config.replicas,
+        *(scheduler.tls for _, scheduler in _schedulers(config)),
+    ]
     secrets += [str(Path(tls.cert_dir, "tls.key")) for tls in pairs if tls and tls.cert_dir]
     yield from ((SECRETS, 0o007, file) for file in secrets)
     accepted = [gateway.keys.file if gateway.keys else "", gateway.jwt.jwks_file if gateway.jwt else ""]

@@ -146,10 +146,7 @@ _OPTIONS = (
 def check_tls(tls: SchedulerTls) -> None:
     """Raises `ConfigError` if a file cannot be used."""
     try:
-        context = trusting(tls.ca_file)
-        if tls.cert_dir:
-            base = Path(tls.cert_dir)
-            context.load_cert_chain(base / "tls.crt", base / "tls.key")
+        trusting(tls.ca_file, tls.cert_dir)
     except (OSError, ValueError) as error:
         raise ConfigError(f"TLS files of the scheduler's connection: {error}", "$.scheduler.tls") from error
 
