@@ -412,8 +412,8 @@ def _outage(endpoints: Sequence[EndpointRow], failures: Failures) -> Iterable[No
         return
     for reason, rows in by_reason.items():
         subject, verb = ("it", "has") if len(rows) == 1 else ("they", "have")
-        if others := _others(rows, endpoints):
-            elsewhere = f" Requests go to the other {others}."
+        if substitutes := _substitutes(rows, endpoints):
+            elsewhere = f" Requests go to the other {substitutes}."
         elif out == all_of:
             elsewhere = " Requests will fail."
         else:
@@ -425,16 +425,17 @@ def _outage(endpoints: Sequence[EndpointRow], failures: Failures) -> Iterable[No
         yield Notice(BAD, f"out {reason}", text, since, what, section)
 
 
-def _others(rows: Iterable[EndpointRow], endpoints: Iterable[EndpointRow]) -> int:
+def _substitutes(rows: Iterable[EndpointRow], endpoints: Iterable[EndpointRow]) -> int:
     """The number of endpoints in use that can do a stage of one of `rows`, for a model of it (not known = any)."""
-    kinds = {(row.model, row.role) for row in rows}
-    others = Counter((row.model, row.role) for row in endpoints if row.state != "out")
-    return sum(count for other, count in others.items() if any(_replaces(*other, *kind) for kind in kinds))
+    lost = {(row.model, row.role) for row in rows}
+    left = Counter((row.model, row.role) for row in endpoints if row.state != "out")
+    return sum(count for kind, count in left.items() if any(_replaces(kind, gone) for gone in lost))
 
 
-def _replaces(other: str, other_role: str, model: str, role: str) -> bool:
-    shared = not other or not model or {*other.split(", ")} & {*model.split(", ")}
-    return bool(shared) and any(other_role in roles and role in roles for roles in STAGES.values())
+def _replaces(kind: tuple[str, str], lost: tuple[str, str]) -> bool:
+    (models, role), (lost_models, lost_role) = kind, lost
+    shared = not models or not lost_models or {*models.split(", ")} & {*lost_models.split(", ")}
+    return bool(shared) and any(role in roles and lost_role in roles for roles in STAGES.values())
 
 
 def _does(reason: str, rows: Sequence[EndpointRow]) -> str:
