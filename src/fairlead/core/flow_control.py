@@ -762,7 +762,7 @@ class FlowController:
         can serve what waits."""
         if not len(self.flow):
             return table.count
-        delay = max(self.flow.queues.drain_s(now, least=_MEASURED), now - self.flow.oldest())
+        delay = max(now - self.flow.oldest(), *self.flow.queues.drains_s(now, _MEASURED).values())
         waiting = chain.from_iterable(band.members.values() for band in self.flow.queues.bands())
         able = self.flow.binder.reach(waiting, table)
         return table.count - able + max(ceil(able * min(max(delay / self._target_s, 1.0), GROWTH)), 1)

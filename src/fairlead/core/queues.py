@@ -105,9 +105,9 @@ class Deadlines:
 # * It is the mean time from one to the next, over the last `RECENT_S` seconds or `RECENT` requests, whichever is more.
 #   Times in which none waited do not count.
 # * A silence counts as soon as it makes the mean longer. The next request is not expected sooner than after as much
-#   time again.
-# * When requests wait again after none did, the former pace counts as one measurement; after `PACE_MEMORY` seconds not
-#   at all.
+#   time again. Until one is sent nothing else is known: many may be sent at once.
+# * When requests wait again after none did, the former pace counts as one measurement; `PACE_MEMORY` seconds after it
+#   was measured not at all.
 
 RECENT_S, RECENT = 10.0, 16.0
 PACE_MEMORY = 60.0
@@ -123,10 +123,11 @@ class Pace(Struct):
     took_s: float = 0.0
     #: When the last one was sent, or when the first one joined after none had waited.
     since: float = -inf
+    measured: float = -inf
 
     def joined(self, priority: int, now: float) -> None:
         if not self.waiting:
-            recent = self.sent > 0.0 and now - self.since <= PACE_MEMORY
+            recent = self.sent > 0.0 and now - self.measured <= PACE_MEMORY
             self.sent, self.took_s = (1.0, self.took_s / self.sent) if recent else (0.0, 0.0)
             self.since = now
         self.waiting[priority] = self.waiting.get(priority, 0) + 1
@@ -141,14 +142,16 @@ class Pace(Struct):
         sent, took_s = self.sent + 1.0, self.took_s + now - self.since
         recent = min(max(RECENT / sent, RECENT_S / max(took_s, RECENT_S)), 1.0)
         self.sent, self.took_s, self.since = sent * recent, took_s * recent, now
+        self.measured = now
 
-    def drain_s(self, now: float, priority: float) -> float:
-        """Return the seconds until all of this and higher priorities are sent."""
-        count, silence = sum(n for p, n in self.waiting.items() if p >= priority), now - self.since
-        if not count:
-            return 0.0
-        mean = self.took_s / self.sent if self.sent else 0.0
-        return max(count * max(mean, (self.took_s + silence) / (self.sent + 1.0)), silence)
+    def drains_s(self, now: float) -> Iterator[tuple[int, float]]:
+        """By priority of those that wait, the highest first: seconds until all of this and higher ones are sent."""
+        silence, each_s, count = now - self.since, 0.0, 0
+        if self.sent:
+            each_s = max(self.took_s / self.sent, (self.took_s + silence) / (self.sent + 1.0))
+        for priority in sorted(self.waiting, reverse=True):
+            count += self.waiting[priority]
+            yield priority, max(count * each_s, silence)
 
 
 FLOW_MEMORY = 300.0
@@ -407,12 +410,24 @@ class Queues:
     def _waits(self, waiting: Waiting) -> bool:
         return self._bands[waiting.request.priority].members.get(waiting.number) is waiting
 
-    def drain_s(self, now: float, priority: float = -inf, model: str | None = None, least: float = 0.0) -> float:
-        """Return the seconds until the waiting requests of this and higher priorities are sent, at the present pace of
-        each model. Another request of this priority would wait that long. `model`: the target; `None` = of all. Paces
-        measured with fewer than `least` requests do not count."""
-        paces = self._paces.values() if model is None else filter(None, [self._paces.get(model)])
-        return max((pace.drain_s(now, priority) for pace in paces if pace.sent >= least), default=0.0)
+    def drain_s(self, now: float, priority: int, model: str) -> float:
+        """Return the seconds until the waiting requests of a target model of this and higher priorities are sent, at
+        the present pace. Another one of this priority would wait that long."""
+        pace = self._paces.get(model)
+        drains = () if pace is None else pace.drains_s(now)
+        return max((seconds for p, seconds in drains if p >= priority), default=0.0)
+
+    def drains_s(self, now: float, least: float = 0.0) -> dict[int, float]:
+        """The longest such times of all models, by band, the highest first. Paces measured with fewer than `least`
+        requests do not count."""
+        longest, drains = 0.0, dict.fromkeys((band.priority for band in self.bands()), 0.0)
+        for pace in self._paces.values():
+            if pace.sent >= least:
+                for priority, seconds in pace.drains_s(now):
+                    drains[priority] = max(drains[priority], seconds)
+        for priority in drains:
+            longest = drains[priority] = max(drains[priority], longest)
+        return drains
 
     def next_deadline(self) -> float:
         """Return the earliest deadline in clock seconds; `inf` = there is none."""

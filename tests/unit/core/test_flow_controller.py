@@ -32,7 +32,7 @@ class Shop:
         )
         self._ids = 0
 
-    def left_s(self, priority: float = 0.0) -> float:
+    def left_s(self, priority: int = 0) -> float:
         return self.flow_controller.flow.queues.drain_s(self.now, priority, "")
 
     def arrive(self, model: str = "", priority: int = 0) -> list[Instruction]:
@@ -106,7 +106,7 @@ def test_a_silence_is_evidence() -> None:
     shop = filled(10)
     assert shop.left_s() == 0.0
     shop.now += 3.0
-    assert shop.left_s() == 30.0, "none in three seconds"
+    assert shop.left_s() == 3.0, "none in three seconds, but all may be sent at once"
     for _ in range(8):
         shop.one_ends(after=0.1)
     assert shop.left_s() < 2.0
@@ -126,6 +126,20 @@ def test_a_pace_is_kept_for_a_minute_as_a_first_guess() -> None:
         for _ in range(8):
             shop.one_ends(after=0.5)
         assert shop.left_s() == pytest.approx(2 * 0.5, rel=0.35)
+
+
+def test_requests_that_leave_unsent_do_not_keep_a_pace() -> None:
+    shop = filled(10)
+    for _ in range(10):
+        shop.one_ends(after=20.0)
+    queues = shop.flow_controller.flow.queues
+    for _ in range(70):
+        shop.now += 1.0
+        shop.arrive()
+        queues.remove(next(iter(queues.bands()[0].members.values())))
+    for _ in range(3):
+        shop.arrive()
+    assert shop.left_s() == 0.0
 
 
 def test_requests_that_hardly_wait_do_not_hide_how_slow_the_queue_is() -> None:
@@ -148,7 +162,7 @@ def test_the_pace_of_one_model_is_not_that_of_another() -> None:
     assert isinstance(reject, Reject) and reject.retry_after_s == 30.0
     (reject, _) = shop.arrive(model="idle")
     assert isinstance(reject, Reject) and reject.retry_after_s == 1.0, "none of it waits"
-    assert shop.flow_controller.flow.queues.drain_s(shop.now) == 30.0, "that of the slowest"
+    assert shop.flow_controller.flow.queues.drains_s(shop.now) == {0: 30.0}, "that of the slowest"
 
 
 def test_lower_bands_wait_for_higher_ones() -> None:
@@ -158,6 +172,9 @@ def test_lower_bands_wait_for_higher_ones() -> None:
     for _ in range(2):
         shop.one_ends(after=1.0)
     assert [shop.left_s(priority) for priority in (1, 0, -1)] == [0.0, 2.0, 6.0]
+    shop.arrive(model="other", priority=-1)
+    shop.now += 20.0
+    assert shop.flow_controller.flow.queues.drains_s(shop.now) == {0: 20.0, -1: pytest.approx(44.0)}
 
 
 def test_a_queue_that_is_given_up_says_nothing_about_a_later_try() -> None:
@@ -177,7 +194,7 @@ def test_the_paces_of_few_models_of_which_none_waits_are_kept(monkeypatch: pytes
     for model in ("b", "c", "a"):
         for _ in range(2):
             shop.arrive(model=model)
-    left = [shop.flow_controller.flow.queues.drain_s(shop.now, model=model) for model in ("a", "b", "c")]
+    left = [shop.flow_controller.flow.queues.drain_s(shop.now, 0, model) for model in ("a", "b", "c")]
     assert left == [0.0, 4.0, 4.0]
 
 

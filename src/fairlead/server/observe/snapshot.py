@@ -143,11 +143,11 @@ def queue_rows(watch: Watch, now: float) -> shape.Queues | None:
     if flow_controller is None or saturation is None:
         return None
     queues = flow_controller.flow.queues
-    in_all = _used(len(queues), queues.bytes, queues.limits.total)
+    in_all, drains = _used(len(queues), queues.bytes, queues.limits.total), queues.drains_s(now)
     return shape.Queues(
         waiting=len(queues),
         saturation=saturation,
-        delay_s=queues.drain_s(now),
+        delay_s=max(drains.values(), default=0.0),
         wanted_endpoints=watch.desired_endpoints() or 0,
         bands=[
             shape.BandRow(
@@ -156,7 +156,7 @@ def queue_rows(watch: Watch, now: float) -> shape.Queues | None:
                 bytes=band.bytes,
                 flows=sum(1 for flow in band.flows.values() if len(flow)),
                 oldest_s=_left(now - band.oldest()),
-                delay_s=queues.drain_s(now, band.priority),
+                delay_s=drains[band.priority],
                 used=max(in_all, _used(band.count, band.bytes, band.limit)),
                 longest=flow_rows(band, now),
             )
