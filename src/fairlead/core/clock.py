@@ -29,6 +29,10 @@ class Timer(Struct, eq=False):
     callback: Callable[..., object] | None
     args: tuple[Any, ...]
 
+    @property
+    def cancelled(self) -> bool:
+        return self.callback is None
+
     def cancel(self) -> None:
         self.callback = None
 

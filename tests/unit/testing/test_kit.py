@@ -178,7 +178,12 @@ def test_builders() -> None:
     assert pool.table.inflight.tolist() == [2.0, 0.0]
     pool.validate()
     assert cycle(5.0).now == 5.0
-    assert SimClock(3.0).time() == 3.0
+    clock = SimClock(3.0)
+    assert clock.time() == 3.0
+    timer = clock.call_at(4.0, print)
+    assert not timer.cancelled
+    timer.cancel()
+    assert timer.cancelled
     for call in (lambda: holds(pool, "e9", asked), lambda: busy(pool, "e9", []), lambda: fleet(samples={"e9": {}})):
         with pytest.raises(ValueError, match="no endpoint 'e9'"):
             call()

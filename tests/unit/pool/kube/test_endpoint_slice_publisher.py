@@ -64,6 +64,7 @@ async def test_only_who_leads_writes_and_the_next_one_writes_over(kube: FakeKube
     a.publisher.lead(False)
     b.publisher.lead(True)
     await until(lambda: named(kube) == ["10.244.0.2"])
+    await until(lambda: b.publisher.writes)  # counted when the answer is there
     assert (a.publisher.writes, b.publisher.writes) == (1, 1), "in one write each, and never empty in between"
     await a.publisher.withdraw()
     assert named(kube) == ["10.244.0.2"], "who is not named takes nothing away"
