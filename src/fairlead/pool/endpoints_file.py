@@ -9,7 +9,7 @@ Rules
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -79,6 +79,8 @@ class EndpointSet:
         self._failing: dict[str, str] = {}
         self._task: asyncio.Task[None] | None = None
         self._new_names = asyncio.Event()
+        #: Ids of endpoints that are up and not listed any more, by address.
+        self._leaving: dict[str, list[str]] = {}
 
     def apply(self, listing: Listing) -> None:
         """Apply a listing. A listing that could not be read (`ok` false) changes nothing. Problems are reported."""
@@ -91,6 +93,10 @@ class EndpointSet:
             if endpoint_id not in wanted and endpoint_id not in listing.broken and not listing.nameless:
                 del self._listed[endpoint_id]
         stay = self._staying(wanted, listing.broken if had else frozenset())
+        self._leaving.clear()
+        for endpoint_id, endpoint in self._up.items():
+            if endpoint_id not in self._listed and endpoint_id not in wanted:
+                self._leaving.setdefault(endpoint.address, []).append(endpoint_id)
         for endpoint_id, entry in wanted.items():
             if self._listed.get(endpoint_id) != entry and endpoint_id not in stay:
                 self._listed[endpoint_id] = entry
@@ -146,13 +152,19 @@ class EndpointSet:
         if self._up.get(endpoint.id) != endpoint:
             self._up[endpoint.id] = endpoint
             self._emit(EndpointUp(endpoint))
+            self._down(self._leaving.pop(endpoint.address, ()))  # it would be one server twice
 
     def _take_down(self) -> None:
-        """Take down what is not listed any more, unless names of those that come are still to be resolved."""
-        if not self._new_names.is_set():
-            for endpoint_id in [endpoint_id for endpoint_id in self._up if endpoint_id not in self._listed]:
-                del self._up[endpoint_id]
-                self._emit(EndpointDown(endpoint_id))
+        """Take down what is not listed any more, unless names of those that come are still to be tried."""
+        if self._names().keys() <= self._addresses.keys() | self._failing.keys():
+            for endpoint_ids in self._leaving.values():
+                self._down(endpoint_ids)
+            self._leaving.clear()
+
+    def _down(self, endpoint_ids: Iterable[str]) -> None:
+        for endpoint_id in endpoint_ids:
+            del self._up[endpoint_id]
+            self._emit(EndpointDown(endpoint_id))
 
     def _emit(self, event: EndpointUp | EndpointDown) -> None:
         self._turns.make(lambda: call_consumer(lambda: self._feed(event), f"the consumer of {event!r}"))
