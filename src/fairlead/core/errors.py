@@ -96,7 +96,14 @@ class NeverReturned(BaseException):
 
 def hung(error: BaseException) -> bool:
     """Whether a plugin failed because it did not return, whatever it made of that."""
-    return isinstance(error, NeverReturned) or isinstance(error.__context__, NeverReturned)
+    link: BaseException | None = error
+    passed = set[int]()
+    while link is not None and id(link) not in passed:  # a plugin may have linked them in a circle
+        if isinstance(link, NeverReturned):
+            return True
+        passed.add(id(link))
+        link = link.__context__
+    return False
 
 
 #: Seconds for which a policy that did not return is not called again: each call holds up all requests.

@@ -3,7 +3,7 @@
 import pickle
 
 from fairlead.core import errors
-from fairlead.core.errors import PluginError, described
+from fairlead.core.errors import NeverReturned, PluginError, described, hung
 
 
 def raised(source: str, file: str) -> str:
@@ -25,3 +25,17 @@ def test_the_line_is_that_of_the_plugins_file() -> None:
 def test_an_error_of_a_plugin_passes_from_one_process_to_another() -> None:
     error = pickle.loads(pickle.dumps(PluginError("p", "no")))
     assert (type(error), error.plugin, str(error)) == (PluginError, "p", "plugin p: no")
+
+
+def test_it_hung_however_deep_the_cause_is() -> None:
+    outer, inner, cause = ValueError("outer"), KeyError("inner"), NeverReturned()
+    outer.__context__, inner.__context__ = inner, cause
+    assert hung(outer) and hung(cause)
+    inner.__context__ = None
+    assert not hung(outer)
+
+
+def test_causes_in_a_circle_come_to_an_end() -> None:
+    outer, inner = ValueError("outer"), KeyError("inner")
+    outer.__context__, inner.__context__ = inner, outer
+    assert not hung(outer)
