@@ -32,16 +32,18 @@ from fairlead.core.gates import EarlyShedding, LedgerGate, PoolGate
 from fairlead.core.policy import Filter, Policy
 from fairlead.core.profile import Profile
 from fairlead.core.queues import Queues, Shares
-from fairlead.core.remote import BreakerRules, Canary, RemotePolicy
+from fairlead.core.remote import Able, BreakerRules, Canary, RemotePolicy
 from fairlead.core.reports import SharedFleet
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.scheduling import Build, Scheduling
 from fairlead.core.shadow import CaseTaker
 from fairlead.core.snapshot import Snapshots
 from fairlead.core.tokens import TokenEstimator
-from fairlead.plugins.filters.ability import Role
+from fairlead.plugins.filters.ability import ModelCompatibility, Role, RoleParams, Subset
+from fairlead.plugins.filters.availability import Health, HealthParams
 from fairlead.plugins.flow_control import LeastWork, StartTimeFairness
 from fairlead.plugins.guarding import GuardedCeiling, GuardedFairness, GuardedOrdering, GuardedSaturation, is_a
+from fairlead.plugins.params import NoParams
 from fairlead.plugins.pickers import MaxScore, MaxScoreParams
 
 OnPluginError = Callable[[PluginError], None] | None
@@ -90,15 +92,17 @@ class SchedulingBuilder:
         """Build a configuration. Raises `PluginError`, or `ConfigError` if the configuration was never checked."""
         last = self._last
         if last is not None and meaning(last.config.policy) == meaning(config.policy):
-            base, able = last.scheduling.base, last.scheduling.able
+            base, able, drawn_from = last.scheduling.base, last.scheduling.able, last.scheduling.drawn_from
         else:
             base = build_policy(config, self._report, self._registry)
             able = able_by(config, base, self._registry, self._report)
+            drawn_from = drawn_by(config, base, able)
         canary = self._canary_policy(config, last)
         flow = build_flow_controller(config, base, self._report, self._registry)
         if flow is not None and last is not None and last.scheduling.flow is not None:
             flow = last.scheduling.flow
-        built = Scheduling(policy=base, base=base, able=able, flow=flow, lease_ttl=config.ledger.lease_ttl)
+        ttl = config.ledger.lease_ttl
+        built = Scheduling(policy=base, base=base, able=able, drawn_from=drawn_from, flow=flow, lease_ttl=ttl)
         remotes = {name: self._remote(name, built, config, last) for name in schedulers(config)}
         if last is not None and base is last.scheduling.base and last.config.shadows == config.shadows:
             shadows, on_trial = last.scheduling.shadows, last.scheduling.on_trial
@@ -167,8 +171,9 @@ def given(policy: Policy) -> Build:
 
     def build(config: Config) -> Scheduling:
         flow = build_flow_controller(config, policy)
-        able = able_by(config, policy)
-        return Scheduling(policy=policy, base=policy, able=able, flow=flow, lease_ttl=config.ledger.lease_ttl)
+        able, ttl = able_by(config, policy), config.ledger.lease_ttl
+        drawn_from = drawn_by(config, policy, able)
+        return Scheduling(policy=policy, base=policy, able=able, drawn_from=drawn_from, flow=flow, lease_ttl=ttl)
 
     return build
 
@@ -206,6 +211,7 @@ def build_pipeline(
         snapshot=Snapshots() if snapshots else None,
         build=build,
         alternatives=config.ext_proc.max_endpoints - 1,
+        drawn_from=scheduling.drawn_from,
     )
 
 
@@ -293,6 +299,17 @@ def able_by(
         filters = [cast(Filter, make(spec, registry or Registry())) for spec in config.policy.filters]
         chain = Profile(policy.name, filters, [], MaxScore(MaxScoreParams()))
     return WaitingRules(policy, chain, on_plugin_error)
+
+
+def drawn_by(config: Config, policy: Policy, able: WaitingRules) -> Able:
+    """The endpoints of which one is drawn if `policy` fails: those of `able`. If it is a plugin that takes no filters,
+    those that the built-in filters leave."""
+    if isinstance(policy, Profile) or config.policy.filters:
+        return able
+    none = NoParams()
+    filters: list[Filter] = [Role(RoleParams()), Subset(none), ModelCompatibility(none), Health(HealthParams())]
+    chain = Profile(policy.name, filters, [], MaxScore(MaxScoreParams()))
+    return WaitingRules(chain, chain)
 
 
 def computes_by(

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from fairlead.core.columns import BoolColumn, FloatColumn, read_only, top
 from fairlead.core.cost import Terms, Weights, cost, memory_wait, shortage, weighed
-from fairlead.core.errors import PLUGIN_FAILURES, REST_S, PluginError, described, hung
+from fairlead.core.errors import PLUGIN_FAILURES, REST_S, PluginError, described, hung, rests_until
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Waiting
 from fairlead.core.policy import Context, CostPolicy, Policy, guarded, own
@@ -121,7 +121,7 @@ class WaitingRules:
         self.weights = Weights() if self._policy is None else self._policy.weights
         self._report = on_plugin_error
         self._rng = Random(0)
-        #: Clock seconds until which the policy's costs are not asked for, because it did not return.
+        #: Clock seconds until which the policy's costs are not asked for (`errors.rests_until`).
         self._rests_until = -inf
 
     def __call__(self, request: Request, fleet: FleetView, now: float) -> BoolColumn | None:
@@ -156,7 +156,8 @@ class WaitingRules:
         except PLUGIN_FAILURES as error:
             failure = PluginError(self._name, described(error))
             if hung(error):
-                self._rests_until = now + REST_S
+                self._rests_until = rests_until(self._rests_until, now)
+            if now < self._rests_until:
                 failure = failure.with_note(f"for {REST_S:.0f} s the costs of waiting requests are the cost model's")
             if self._report is not None:
                 self._report(failure)

@@ -106,8 +106,17 @@ def hung(error: BaseException) -> bool:
     return False
 
 
-#: Seconds for which a policy that did not return is not called again: each call holds up all requests.
+#: Seconds for which a policy that did not return twice is not called again: each call holds up all requests.
 REST_S = 60.0
+
+
+def rests_until(before: float, now: float) -> float:
+    """Until when a policy rests that did not return at `now`. `before`: what this returned last; -inf = it never hung.
+    All are clock seconds. The first time may be chance, so it does not rest; one that hangs within `REST_S` of that or
+    of its last rest does."""
+    return now + REST_S if now < before + REST_S else now
+
+
 #: What a plugin may raise when it is called. `sys.exit` in a plugin must not end the scheduler.
 PLUGIN_FAILURES = (Exception, SystemExit, NeverReturned)
 

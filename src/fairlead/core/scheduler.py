@@ -24,13 +24,14 @@ from collections.abc import Callable, Iterable, Mapping
 from math import inf
 from random import Random
 
+import numpy as np
 from msgspec import structs
 
 from fairlead.core import events as ev
 from fairlead.core.apis import BEGUN_ONCE
 from fairlead.core.binding import Bound
 from fairlead.core.clock import Clock
-from fairlead.core.errors import PLUGIN_FAILURES, REST_S, ConfigError, PluginError, described, hung
+from fairlead.core.errors import PLUGIN_FAILURES, REST_S, ConfigError, PluginError, described, hung, rests_until
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import DISPLACED, EVICTED, LEFT, FlowKey, Waiting
 from fairlead.core.flow_control import ANYBODY, MARGIN, FlowControl, FlowController
@@ -57,7 +58,7 @@ from fairlead.core.policy import Answer, Context, Picked, Policy, Refused, choic
 from fairlead.core.profile import Profile, in_order, runner_up
 from fairlead.core.queues import Queues
 from fairlead.core.records import DecisionRecord, OutcomeRecord, Snapshot
-from fairlead.core.remote import RemotePolicy
+from fairlead.core.remote import Able, RemotePolicy
 from fairlead.core.reports import SharedFleet
 from fairlead.core.request import Request, Usage
 from fairlead.core.requests import OF_REQUEST, TRANSITIONS, RequestEntry, Requests, RequestState, Trigger
@@ -148,25 +149,25 @@ class Pipeline:
         snapshot: Callable[[Fleet, float], Snapshot] | None = None,
         build: Build | None = None,
         alternatives: int = 0,
+        drawn_from: Able = lambda request, fleet, now: None,
     ) -> None:
         """`flow_controller`: `None` = every request is scheduled at once. `remotes`: schedulers in other processes
         that `policy` may ask, by name. `shadows`: gets a copy of each decision for the policies on trial. `snapshot`:
         copies what each decision was made from. `build`: builds a scheduler from the document of a `Reconfigured`;
-        `None` = every new configuration is refused. `alternatives`: endpoints that a `Route` names beside its own."""
+        `None` = every new configuration is refused. `alternatives`: endpoints that a `Route` names beside its own.
+        `drawn_from`: the slots of which one is drawn for a request if `policy` fails."""
         self._clock, self._rng = clock, rng
         self.fleet, self._stalls, self._stalled = fleet, fleet.stalls, fleet.stalls.changes
-        self._decide_by(policy)
+        self._decide_by(policy, drawn_from)
         #: Parsers read it to estimate prompt tokens; only the pipeline makes it learn.
         self.tokens = tokens
-        self._report = on_plugin_error
+        self._report, self._build = on_plugin_error, build
         self._put_in_control(flow_controller)
         #: The definitions of model names; an empty catalogue changes no request.
         self.models = Catalogue()
-        self.snapshot, self.shadows = snapshot, shadows
+        self.snapshot, self.shadows, self.alternatives = snapshot, shadows, alternatives
         #: Questions to schedulers in other processes; `None` = there are none.
         self.parking: Parking | None = None if remotes is None else Parking(remotes)
-        self._build = build
-        self.alternatives = alternatives
         self.peers = Peers(clock, fleet, flow_controller.flow if flow_controller is not None else None)
         #: All requests that have arrived and not ended.
         self.requests = Requests()
@@ -518,11 +519,11 @@ class Pipeline:
         addresses = [endpoint.address for endpoint in endpoints if endpoint is not None]
         return structs.replace(route, destination=",".join(addresses))
 
-    def _decide_by(self, policy: Policy) -> None:
-        self.policy = policy
+    def _decide_by(self, policy: Policy, drawn_from: Able) -> None:
+        self.policy, self._drawn_from = policy, drawn_from
         #: The policy if it is one of Fairlead's profiles, whose picks need no check; else `None`.
         self._own_policy = policy if isinstance(policy, Profile) and own(policy) else None
-        #: Clock seconds until which it is not called, because it did not return.
+        #: Clock seconds until which it is not called (`errors.rests_until`).
         self._rests_until = -inf
 
     def _choose(self, policy: Policy, request: Request, now: float) -> Answer:
@@ -530,7 +531,7 @@ class Pipeline:
             if policy is self._own_policy:
                 pick = policy.choose(request, self.fleet, Context(now, self._rng))
             elif policy is self.policy and now < self._rests_until:
-                return self._anywhere()
+                return self._anywhere(request, now)
             else:
                 pick = choice_of(policy, request, self.fleet, Context(now, self._rng))
             if self.snapshot is not None and pick.trace is not None:
@@ -539,18 +540,21 @@ class Pipeline:
         except PLUGIN_FAILURES as error:  # a policy may come from anywhere: its failure must not become the client's
             failure = PluginError(policy.name, described(error))
             if policy is self.policy and hung(error):
-                self._rests_until = now + REST_S
-                failure = failure.with_note(f"it decides nothing for {REST_S:.0f} s: endpoints are chosen at random")
+                self._rests_until = rests_until(self._rests_until, now)
+                if now < self._rests_until:
+                    failure = failure.with_note(f"it decides nothing for {REST_S:.0f} s: endpoints are drawn at random")
             if self._report is not None:
                 self._report(failure)
-        return self._anywhere()
+        return self._anywhere(request, now)
 
-    def _anywhere(self) -> Answer:
-        """Return a choice at random, for a policy that failed."""
-        alive = self.fleet.table.slots()
-        if not alive:
+    def _anywhere(self, request: Request, now: float) -> Answer:
+        """Return a choice at random, for a policy that failed, also where no endpoint is left to draw from."""
+        table = self.fleet.table
+        if not table.count:
             return Refused("rejected-no-endpoints", "the pool has no endpoints")
-        return Picked(alive[int(self._rng.random() * len(alive))][0])
+        able = self._drawn_from(request, self.fleet, now)
+        slots = np.flatnonzero(able if able is not None and np.count_nonzero(able) else table.alive)
+        return Picked(int(slots[int(self._rng.random() * len(slots))]))
 
     # ---- observed ----
 
@@ -813,7 +817,7 @@ class Pipeline:
             scheduling = self._build(event.document)
         except (PluginError, ConfigError) as error:
             return [RefuseConfiguration(event.document, str(error))]
-        self._decide_by(scheduling.policy)
+        self._decide_by(scheduling.policy, scheduling.drawn_from)
         self.shadows = scheduling.shadows
         self.fleet.ledger.ttl = scheduling.lease_ttl
         self._turn(scheduling.flow)

@@ -1,6 +1,7 @@
 """Plugins of other distributions cannot change what a decision reads: columns, totals, masks of other filters."""
 
 from importlib.metadata import EntryPoint
+from itertools import count
 from random import Random
 from typing import Any
 
@@ -13,8 +14,8 @@ from fairlead.config.plugins import build_policy
 from fairlead.config.registry import GROUP, Registry
 from fairlead.core.binding import WaitingRules
 from fairlead.core.cost import cost
-from fairlead.core.endpoint import ROLE_LABEL, Sample
-from fairlead.core.errors import PluginError
+from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL, Sample
+from fairlead.core.errors import NeverReturned, PluginError
 from fairlead.core.events import RequestArrived
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Route
@@ -155,7 +156,26 @@ class TermsRanked(Ranked):
         return ttft
 
 
+class HangingPolicy(Plugin):
+    type = "hanging-policy"
+
+    def choose(self, request: Any, fleet: Any, context: Any) -> Any:
+        raise NeverReturned
+
+
+class HangingRanked(Ranked):
+    type = "hanging-ranked"
+
+    def choose(self, request: Any, fleet: Any, context: Any) -> Any:
+        raise NeverReturned
+
+    def cost(self, request: Any, fleet: Any, cycle: Any) -> Any:
+        raise AssertionError("`choose` does not ask for it")
+
+
 PLUGINS = (
+    HangingPolicy,
+    HangingRanked,
     WritingScorer,
     WritingFilter,
     MaskingFilter,
@@ -313,3 +333,30 @@ def test_costs_of_waiting_requests_do_not_change_columns(name: str, said: str) -
     costs = rules.costs([request()], shares, able, terms, known, 0.0)
     assert np.isfinite(costs).all() and not known.table.queue.any() and np.array_equal(terms.ttft, before)
     assert said in str(errors[0])
+
+
+@pytest.mark.parametrize("name", ["hanging-policy", "hanging-ranked"])
+def test_a_policy_that_fails_has_requests_go_where_they_can_be_served(name: str) -> None:
+    errors: list[PluginError] = []
+    text = f"policy: {name}\nflowControl: {{enabled: false}}\n"
+    pairs = zip("abcd", "xxyy", strict=True)
+    known = fleet(*(endpoint(name, f"{name}:80", labels={MODEL_LABEL: model}) for name, model in pairs))
+    pipeline = build_pipeline(
+        load(text, need_endpoints=False, registry=REGISTRY),
+        SimClock(),
+        Random(1),
+        fleet=known,
+        on_plugin_error=errors.append,
+        registry=REGISTRY,
+    )
+    numbers = count()
+
+    def sent_to(model: str, subset: frozenset[str] | None = None) -> set[str]:
+        asked = [request(id=next(numbers), model=model, subset=subset) for _ in range(20)]
+        routes = [pipeline.handle(RequestArrived(each))[0] for each in asked]
+        return {route.endpoint.id for route in routes if isinstance(route, Route)}
+
+    assert sent_to("x") == {"a", "b"}
+    assert sent_to("y", frozenset({"a:80", "d:80"})) == {"d"}
+    assert sent_to("y", frozenset({"e:80"})) == {"a", "b", "c", "d"}, "none is left, so any is drawn"
+    assert len(errors) == 2, "it rests"

@@ -42,15 +42,24 @@ def caused() -> Exception:
 
 
 @pytest.mark.parametrize("error", [NeverReturned(), caused()], ids=["as it is", "another"])
-def test_a_policy_that_did_not_return_rests(error: BaseException) -> None:
+def test_a_policy_that_did_not_return_twice_rests(error: BaseException) -> None:
     clock, fleet, errors, policy = SimClock(), Fleet(), list[PluginError](), Hangs(error)
     pipeline = Pipeline(clock, Random(1), fleet, policy, TokenEstimator(), errors.append)
     pipeline.handle(ev.EndpointUp(Endpoint("e0", "10.0.0.1:80")))
-    for number, calls in enumerate((1, 1, 2, 2)):
+    for number, calls in enumerate((1, 2, 2, 3, 3)):
         route = pipeline.handle(ev.RequestArrived(Request(id=number, arrived=clock.time())))[0]
         assert isinstance(route, Route) and policy.calls == len(errors) == calls
         clock.advance(REST_S / 2)
-    assert "it decides nothing for 60 s" in str(errors[0])
+    assert ["it decides nothing for 60 s" in str(error) for error in errors] == [False, True, True]
+
+
+def test_a_policy_that_did_not_return_long_ago_is_asked_again() -> None:
+    clock, policy = SimClock(), Hangs(NeverReturned())
+    pipeline = Pipeline(clock, Random(1), Fleet(), policy, TokenEstimator())
+    for number in range(3):
+        pipeline.handle(ev.RequestArrived(Request(id=number, arrived=clock.time())))
+        clock.advance(REST_S)
+    assert policy.calls == 3
 
 
 def test_a_policy_that_raises_is_asked_again() -> None:
@@ -73,7 +82,7 @@ def test_late_binding_does_not_ask_it_either() -> None:
     fleet, errors, policy = Fleet(), list[PluginError](), HangingCosts(CostModelParams())
     fleet.up(Endpoint("e0", "10.0.0.1:80"))
     rules = WaitingRules(policy, policy, errors.append)
-    for now, calls in ((0.0, 1), (REST_S / 2, 1), (REST_S, 2)):
+    for now, calls in ((0.0, 1), (1.0, 2), (REST_S, 2), (REST_S + 1.0, 3)):
         prompts, shares = np.array([[10.0]]), np.zeros((1, 1))
         terms, able = cost(prompts, shares, fleet, now, None), np.ones((1, 1), dtype=np.bool_)
         rules.costs([Request(id=1, arrived=0.0)], shares, able, terms, fleet, now)
