@@ -53,8 +53,9 @@ LEAST_LEFT = 0.25
 AHEAD, MOST = 2.0, 10_000
 #: Roles with a number of their own. An endpoint that does both has the role `DECODE`.
 PREFILL, DECODE = "prefill", "decode"
-#: (prompt tokens, those of them to compute) → whether a policy may have another endpoint compute them.
-MaySplit = Callable[[int, int], bool]
+#: (API, or empty = not known; prompt tokens; those of them to compute) → whether a policy may have another endpoint
+#: compute them.
+MaySplit = Callable[[str, int, int], bool]
 
 
 class Objective(Struct, frozen=True, kw_only=True):
@@ -105,7 +106,7 @@ class PeersLoad(Load):
             self.add(prompt, prompt - charged.uncached)
         if self.may_split and charged.more:
             self.prompts.add(charged.uncached, 0)  # how much of the prompt was cached is not known
-        elif self.may_split and charged.uncached > 1 and self.may_split(prompt, charged.uncached):
+        elif self.may_split and charged.uncached > 1 and self.may_split("", prompt, charged.uncached):
             self.prompts.add(prompt, prompt - charged.uncached)
 
 

@@ -246,9 +246,11 @@ class ValkeyReplicas(Replicas):
         self._written = b""
         await client.xread({self._stream: b"$"})
         # Rights that are used later: of a key and a member that no replica has.
-        await client.get(self._snapshots)
-        await client.delete(self._snapshots)
-        await client.srem(self._members, b"")
+        async with client.pipeline(transaction=False) as pipe:  # in one round trip: far servers answer late
+            pipe.get(self._snapshots)
+            pipe.delete(self._snapshots)
+            pipe.srem(self._members, b"")
+            await pipe.execute()
         await self._write(client, WANTED, b"")
         await self._renew(client)
         self._something.set()

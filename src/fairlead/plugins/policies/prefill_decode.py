@@ -67,9 +67,10 @@ class PrefillDecodeParams(CostModelParams):
     )
     prompt_tokens: int = Field(default=0, ge=0, description="Split only prompts of at least this many tokens.")
 
-    def may_split(self, prompt_tokens: int, lacking: float) -> bool:
-        """Whether such a prompt may be split. `lacking`: its tokens that must be computed."""
-        return prompt_tokens >= self.prompt_tokens and lacking >= self.non_cached_tokens
+    def may_split(self, api: str, prompt_tokens: int, lacking: float) -> bool:
+        """Whether such a prompt may be split. `api`: empty = not known. `lacking`: its tokens that must be computed."""
+        enough = prompt_tokens >= self.prompt_tokens and lacking >= self.non_cached_tokens
+        return enough and (not api or api in SPLIT)
 
 
 class PrefillDecode:
@@ -109,7 +110,7 @@ class PrefillDecode:
             return self._alone.choose(request, fleet, context)
         traced = Context(context.now, context.rng)  # the totals are read from traces
         alone = self._alone.choose(request, fleet, traced)
-        if request.api in SPLIT and self._params.may_split(request.prompt_tokens, request.prompt_tokens):
+        if self._params.may_split(request.api, request.prompt_tokens, request.prompt_tokens):
             alone = self._compared(request, alone, fleet, traced)
         if not context.trace:
             alone.trace = None
@@ -127,7 +128,7 @@ class PrefillDecode:
         if not (isinstance(prefill, Picked) and _apart(prefill, decode, fleet)):
             return alone
         lacking = request.prompt_tokens * (1.0 - decode.hit_share)
-        splittable = self._params.may_split(request.prompt_tokens, lacking)
+        splittable = self._params.may_split(request.api, request.prompt_tokens, lacking)
         if not (splittable and self._healthy(prefill.slot, request, fleet, context)):
             return alone
         decode.handover_ms = float(handover[decode.slot])

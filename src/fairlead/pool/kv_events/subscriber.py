@@ -36,7 +36,7 @@ from fairlead.pool.kv_events.wire import BatchDecoder, bounded, live, topic_of
 _REFUSED_BY: dict[int, str] = {
     AUTH: "it does not accept our public key",
     PROTOCOL: "only one side uses CURVE",
-    NO_DETAIL: "it ended the handshake: it has no CURVE, or serverKey is not its key",
+    NO_DETAIL: "it ended the handshake: it has no CURVE, serverKey is not its key, or a proxy answers for it",
 }
 #: Why a publisher that connects is not heard. Others that end the handshake may be no publishers.
 _REFUSED: dict[int, str] = {
@@ -67,8 +67,7 @@ class Subscription:
         events, replay = addresses
         self._address = events
         self._secured = curve is not None
-        #: Why the last handshake failed; empty = it succeeded, or there was none.
-        self.refusal = ""
+        self._refusal, self._refused_until = "", -inf
         #: The loop time from which on `sweep` connects again: libzmq no longer does it by itself. Infinite = never.
         self._mend_at = inf
         try:
@@ -151,10 +150,17 @@ class Subscription:
 
     def _refused(self, event: int) -> None:
         if self._secured or event != NO_DETAIL:  # a proxy in front of an engine that does not run ends connections too
-            self.refusal = _REFUSED_BY[event]
+            self._refusal = _REFUSED_BY[event]
+            # Until the attempts after this one are over.
+            self._refused_until = self._loop.time() + 4 * self._limits.reconnect_max
+
+    @property
+    def refusal(self) -> str:
+        """Why the last handshake failed; empty = it succeeded, or there was none lately."""
+        return self._refusal if self._loop.time() < self._refused_until else ""
 
     def _connected(self) -> None:
-        self.refusal = ""
+        self._refused_until = -inf
         self.feed.cache.linked = True
         if self._replayer is not None:
             self._replayer.connected()

@@ -259,6 +259,7 @@ class KvListening(Knowledge):
         while True:
             source = await self._source(endpoint, slot)
             if source is None or not self._watch(endpoint, slot, source):
+                self._look_at_handshakes(endpoint, slot)
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, ASK_AGAIN[1])
                 continue
@@ -406,7 +407,8 @@ class KvListening(Knowledge):
     def unheard(self) -> str:
         """Why KV events of endpoints cannot be received; empty = handshakes with their publishers succeed."""
         barred = [(name, reason) for name, reason in self._barred.items() if reason]
-        return f"no KV events of {len(barred)} endpoints, e.g. {barred[0][0]}: {barred[0][1]}" if barred else ""
+        others = f" and {len(barred) - 1} more" if len(barred) > 1 else ""
+        return f"no KV events of {barred[0][0]}{others}: {barred[0][1]}" if barred else ""
 
     def unsaved(self) -> str:
         """Why the snapshot cannot be written; empty = it can."""

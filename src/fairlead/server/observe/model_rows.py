@@ -135,13 +135,13 @@ def models_out(table: EndpointTable, out: Collection[str]) -> set[str]:
     """Return the models and adapters of endpoints that no endpoint can answer which is not `out` (ids)."""
     bases, adapters, answered = set[str](), set[str](), set[str]()
     for slot, endpoint in table.slots():
-        own, listed = {*table.base_names(slot, endpoint)}, table.listed[slot] or frozenset()
+        own, listed = {*table.base_names(slot, endpoint)}, table.listed[slot]
         bases |= own
-        adapters |= listed
+        adapters |= listed or set()
         if endpoint.id not in out and endpoint.labels.get(ROLE_LABEL, "") in STAGES["decode"]:
             if not own:
                 return set()  # it may serve any
-            answered |= own | listed
+            answered |= own | endpoint.promised | ({ON_DEMAND} if listed is None else listed)
     return (bases if ON_DEMAND in answered else bases | adapters) - answered - {""}
 
 

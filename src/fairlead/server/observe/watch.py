@@ -6,7 +6,7 @@ from math import inf, isfinite
 from typing import Any
 
 from fairlead.core.demand import DECODE, PREFILL, Demand, Load, MaySplit, Objective, PeersLoad, Totals
-from fairlead.core.endpoint import MODEL_LABEL, Endpoint
+from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL, STAGES, Endpoint
 from fairlead.core.errors import PluginError
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import LEFT
@@ -37,6 +37,12 @@ _NEWEST = 2000
 #: Seconds between two log lines about requests that the gateway routed without asking. If no scheduler was asked for a
 #: while, these were all requests.
 _FALLBACK_GAP = 15.0
+
+
+def _part_only(endpoint: Endpoint) -> bool:
+    """Whether the endpoint only prefills, or only decodes."""
+    role = endpoint.labels.get(ROLE_LABEL, "")
+    return role != "" and (role in STAGES[PREFILL]) != (role in STAGES[DECODE])
 
 
 class Watch:
@@ -83,7 +89,7 @@ class Watch:
             constant={"inference_pool": pool} if one_of_several else None,
         )
         self._demands, self._prompts = {"": Demand(objective)}, Load()  # by role; own prompts that may be split
-        self._apart = self._out_of_reach_logged = False  # whether there were servers of both roles
+        self._apart = self._out_of_reach_logged = False  # whether there was a server of one role only
         self.queue = FlowMetrics(self.metrics, pool, fleet, now)
         self.metrics.on_forget = self.queue.forget
         self.choosers = ChooserMetrics(self.metrics.registry)
@@ -239,8 +245,9 @@ class Watch:
         if (may_split := self._peers_load.may_split) is None:
             return
         for record in decisions:
-            prompt, cached = record.request.prompt_tokens, record.hit_tokens
-            if record.prefill or (record.endpoint and cached < prompt and may_split(prompt, prompt - cached)):
+            api, prompt, cached = record.request.api, record.request.prompt_tokens, record.hit_tokens
+            alone = record.endpoint and cached < prompt
+            if record.prefill or (alone and may_split(api, prompt, prompt - cached)):
                 self._prompts.add(prompt, cached)
 
     def desired_replicas(self, role: str = "") -> int | None:
@@ -259,7 +266,7 @@ class Watch:
 
     def _desired_by_role(self) -> dict[str, int]:
         roles = self.roles
-        self._apart = bool(roles) and (self._apart or all(map(self.present_replicas, roles)))
+        self._apart = bool(roles) and (self._apart or any(_part_only(e) for _, e in self.fleet.table.slots()))
         numbers = {role: self.desired_replicas(role) for role in (roles if self._apart else ("",))}
         return {role: number for role, number in numbers.items() if number is not None}
 

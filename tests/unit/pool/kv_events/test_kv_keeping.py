@@ -36,7 +36,7 @@ def keeper_of(path: Path) -> Keeper:
 
 async def test_endpoints_get_their_own_back_in_whatever_slot(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keeper = keeper_of(tmp_path / "index.kv")
-    assert await keeper.read() == b""
+    assert await keeper.read() is None
     keeper.start()
     await keeper.close()
     content = await keeper.read()
@@ -75,12 +75,13 @@ async def test_a_place_that_cannot_be_written_is_a_problem_until_it_can(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    path = tmp_path / "missing" / "index.kv"
+    path = tmp_path / "taken" / "index.kv"
+    path.parent.write_text("no directory")
     keeper = keeper_of(path)
     await keeper.save()
     await keeper.save()
     assert str(path) in keeper.problem
-    path.parent.mkdir()
+    path.parent.unlink()
     await keeper.save()
     assert not keeper.problem
     assert [record.getMessage() for record in caplog.records] == [

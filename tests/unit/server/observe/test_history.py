@@ -69,6 +69,14 @@ def test_a_model_is_out_while_none_of_its_endpoints_can_answer() -> None:
     fleet.up(Endpoint("new", "new:80"))
     assert out() == {}, "nobody knows what it serves"
     fleet.down("new")
+    assert [*out()] == ["m"]
+    fleet.table.set_listed(slot, None)
+    assert [*out()] == ["m"], "nobody knows which adapters c has"
+    fleet.table.set_listed(slot, frozenset())
+    assert [*out()] == ["m", "x", "y"]
+    fleet.up(Endpoint("c", "c:80", {"model-id": "n", "lora-adapters": "x, y"}))
+    fleet.table.set_listed(slot, frozenset())
+    assert [*out()] == ["m"], "c has them by its label"
     fleet.sampled("a", pool.now, pool.now, Sample(waiting=0, running=0))
     assert out() == {}
 

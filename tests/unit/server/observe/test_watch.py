@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from fairlead.core.apis import CHAT, EMBEDDINGS
 from fairlead.core.demand import Objective, PeersLoad
 from fairlead.core.endpoint import ROLE_LABEL, Endpoint, Sample
 from fairlead.core.fleet import Fleet
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.request import Request
+from fairlead.plugins.policies.prefill_decode import PrefillDecodeParams
 from fairlead.server.observe.watch import Watch
 
 REQUEST = Request(id=1, arrived=0.0, api="chat", model="m", prompt_tokens=10)
@@ -248,10 +250,10 @@ class Roles:
         for index, role in enumerate(roles):
             fleet.up(Endpoint(f"e{index}", f"10.0.0.{index}:80", {ROLE_LABEL: role} if role else {}))
         self.fleet, self.watch = fleet, Watch(fleet, lambda: self.clock[0])
-        self.watch.watch_prompts(lambda prompt, lacking: lacking >= 1000)
+        self.watch.watch_prompts(PrefillDecodeParams(non_cached_tokens=1000).may_split)
 
-    def serve(self, prompt: int, hit: int = 0, prefill: str = "", steps: int = 20) -> "Roles":
-        request = Request(id=1, arrived=0.0, model="m", prompt_tokens=prompt)
+    def serve(self, prompt: int, hit: int = 0, prefill: str = "", steps: int = 20, api: str = CHAT) -> "Roles":
+        request = Request(id=1, arrived=0.0, model="m", prompt_tokens=prompt, api=api)
         fields = {"endpoint": "e1", "prefill": prefill, "hit_tokens": hit}
         for _ in range(steps):
             self.clock[0] += 5.0
@@ -283,11 +285,17 @@ def test_prompts_that_the_policy_never_splits_are_load_of_decode_servers():
     assert few[BY_ROLE[0]] == 0
     assert many[BY_ROLE[0]] > 1
     assert few[BY_ROLE[1]] > many[BY_ROLE[1]]
+    assert Roles("prefill", "decode").serve(6000, api=EMBEDDINGS).numbers()[BY_ROLE[0]] == 0
 
 
-@pytest.mark.parametrize("roles", [("decode", "decode"), ("prefill", "prefill"), ("", ""), ("both", "both")])
-def test_a_pool_with_one_kind_of_server_has_one_number(roles):
+@pytest.mark.parametrize("roles", [("", ""), ("both", "both")])
+def test_a_pool_whose_servers_do_both_has_one_number(roles):
     assert [*Roles(*roles).serve(4000).numbers()] == [""]
+
+
+@pytest.mark.parametrize("roles", [("decode", "decode"), ("prefill", "prefill"), ("", "prefill")])
+def test_a_scheduler_that_starts_while_one_kind_has_no_server_has_both_numbers(roles):
+    assert [*Roles(*roles).serve(4000).numbers()] == BY_ROLE
 
 
 def test_the_numbers_stay_apart_while_one_kind_has_no_server_and_only_with_such_a_policy():
