@@ -114,7 +114,7 @@ class EndpointTable:
         self.listed: list[frozenset[str] | None] = []
         #: By slot: the base models in that list.
         self.based: list[BaseModels] = []
-        #: Names that are defined; and those that an endpoint here has, or had, as a base model and as an adapter.
+        #: Names that are defined; and those that an endpoint had as a base model and as an adapter when it left.
         self._defined, self._were_base, self._were_adapters = set[str](), set[str](), set[str]()
         #: How many times each context length is known, and whether there are several.
         self._contexts = Counter[float]()
@@ -178,14 +178,12 @@ class EndpointTable:
         slot = heappop(self._free) if self._free else self._grow()
         self._slots[endpoint.id] = slot
         self.count += 1
-        self._know_labels(endpoint)
         self._put(slot, endpoint)
         return slot
 
     def replace(self, slot: int, endpoint: Endpoint) -> None:
         """Replace an endpoint by one with the same id and other labels or address."""
         self.endpoints[slot] = endpoint
-        self._know_labels(endpoint)
         self._changed()
 
     def remove(self, slot: int) -> None:
@@ -193,6 +191,9 @@ class EndpointTable:
         assert endpoint is not None
         del self._slots[endpoint.id]
         self.count -= 1
+        _remember(self._were_base, self.base_names(slot, endpoint))
+        for names in (endpoint.promised, self.listed[slot], self.adapters[slot]):
+            _remember(self._were_adapters, names or ())
         self.set_adapters(slot, None)
         self.set_listed(slot, None)
         self.set_based(slot, NOT_LISTED)
@@ -206,7 +207,6 @@ class EndpointTable:
         self.adapters[slot] = adapters
         self.adapters_at.add(slot)
         old, new = before or frozenset(), adapters or frozenset()
-        _remember(self._were_adapters, new)
         self.loaded_adapters[slot] = len(new)
         for name in old ^ new:
             held = self.holders(name)
@@ -222,7 +222,6 @@ class EndpointTable:
         if listed == before:
             return
         self.listed[slot] = listed
-        _remember(self._were_adapters, listed or ())
         for name in before or ():
             slots = self._listing[name]
             slots.discard(slot)
@@ -239,7 +238,6 @@ class EndpointTable:
             self._contexts.update(base.contexts.values())
             self.mixed_contexts = len(self._contexts) > 1
             self.based[slot] = base
-            _remember(self._were_base, base.names)
             self._changed()
 
     def know(self, models: Collection[str]) -> None:
@@ -247,12 +245,13 @@ class EndpointTable:
         _remember(self._defined, models)
 
     def had(self, model: str) -> bool:
-        """Whether an endpoint may bring this model back. After very many names, any may have been among them."""
+        """Whether this model is defined, or an endpoint that had it left, so that one may bring it back. After very
+        many names, any may have been among them."""
         known = self._defined, self._were_base, self._were_adapters
         return any(model in names or len(names) >= _MAX_MODELS for names in known)
 
     def was(self, model: str) -> tuple[bool, bool]:
-        """Whether an endpoint has or had `model` as a base model; as an adapter."""
+        """Whether an endpoint that left had `model` as a base model; as an adapter."""
         return model in self._were_base, model in self._were_adapters
 
     def base_names(self, slot: int, endpoint: Endpoint) -> Collection[str]:
@@ -408,10 +407,6 @@ class EndpointTable:
         self.suspicion[slot] = level
         self.version += 1
         self.judge_trouble()
-
-    def _know_labels(self, endpoint: Endpoint) -> None:
-        _remember(self._were_adapters, endpoint.promised)
-        _remember(self._were_base, {endpoint.labels.get(MODEL_LABEL, "")})
 
     def _put(self, slot: int, endpoint: Endpoint | None) -> None:
         """Put `endpoint`, or `None`, at `slot` and reset the slot's values."""

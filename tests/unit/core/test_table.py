@@ -153,10 +153,14 @@ def test_labels_are_those_of_the_present_endpoint() -> None:
 def test_names_that_endpoints_had_are_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_MODELS", 3)
     table = table_of(1)
+    table.set_listed(0, frozenset("z"))
     table.set_listed(0, frozenset("a"))
-    assert (table.had("a"), table.had("b")) == (True, False)
+    table.remove(0)
+    assert (table.had("a"), table.had("z")) == (True, False), "only one had it when it left"
     for name in "bcdef":
+        table.add(endpoint(0))
         table.set_listed(0, frozenset(name))
+        table.remove(0)
     assert table.had("z"), "it may have been among them"
     assert [name for name in "abcdef" if table.was(name)[1]] == ["a", "b", "c"]
 

@@ -11,6 +11,7 @@ from fairlead.core.endpoint import BaseModels, Endpoint, Sample
 from fairlead.core.fleet import Fleet
 from fairlead.core.policy import Context, Cycle, Filter, Stage
 from fairlead.core.request import Request
+from fairlead.core.table import ON_DEMAND
 from fairlead.plugins.filters.ability import (
     LabelSelector,
     LabelSelectorParams,
@@ -309,8 +310,35 @@ def test_an_adapter_whose_endpoints_have_left_goes_where_it_may_be_loaded() -> N
     asked = Request(id=1, arrived=0.0, model="poet")
     fleet.adapters_listed("e0", frozenset({"poet"}), TINY)
     fleet.sampled("e1", 0.0, 0.0, Sample(adapters=frozenset(), max_adapters=4))
+    fleet.sampled("e2", 0.0, 0.0, Sample(adapters=frozenset()))
     fleet.down("e0")
     assert kept(plugin, fleet, asked) == [1, 3], "it has slots, or no list"
+
+
+def test_an_adapter_whose_endpoints_have_left_goes_where_slots_are_not_known() -> None:
+    fleet, plugin = listed(fleet_of({}), TINY), ModelCompatibility(NoParams())
+    asked, base = Request(id=1, arrived=0.0, model="poet"), Request(id=2, arrived=0.0, model="tiny")
+    fleet.adapters_listed("e0", frozenset({"poet"}), TINY)
+    fleet.up(Endpoint("new", "10.0.0.9:8000"), listing=True)
+    fleet.adapters_listed("new", frozenset(), LARGE)
+    fleet.down("e0")
+    assert kept(plugin, fleet, asked) == [1] and kept(plugin, fleet, base) == []
+    fleet.sampled("new", 0.0, 0.0, Sample())
+    assert kept(plugin, fleet, asked) == [1], "its page does not say"
+    fleet.sampled("new", 1.0, 1.0, Sample(adapters=frozenset()))
+    assert kept(plugin, fleet, asked) == [], "it has no slots"
+    fleet.table.set_listed(1, frozenset({ON_DEMAND}))
+    assert kept(plugin, fleet, asked) == [1], "it loads adapters on demand"
+
+
+@pytest.mark.parametrize("labels", [{}, {"model-id": "other"}])
+def test_a_name_that_only_went_from_a_list_counts_as_one_that_nobody_had(labels: dict[str, str]) -> None:
+    fleet, plugin = listed(fleet_of({}, labels), TINY), ModelCompatibility(NoParams())
+    fleet.adapters_listed("e0", frozenset({"poet"}), TINY)
+    fleet.adapters_listed("e0", frozenset(), LARGE)
+    names = ("tiny", "poet", "unseen")
+    tiny, poet, unseen = (kept(plugin, fleet, Request(id=1, arrived=0.0, model=name)) for name in names)
+    assert tiny == poet == unseen == ([0] if labels else [0, 1]), "the server answers 404"
 
 
 def lengths(*contexts: int) -> Fleet:

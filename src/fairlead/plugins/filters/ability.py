@@ -176,8 +176,9 @@ def _named(address: str, subset: frozenset[str]) -> bool:
 #   (`core.adapters`), or
 # * no endpoint has the name as an adapter, and this one has no label `model-id` and no list of models, or
 # * no endpoint has the name as an adapter or as `model-id` or in its list of models, and this one has no label
-#   `model-id`, or has adapter slots (it may load it on demand). If an endpoint had the name before, this one must have
-#   no list of models either; adapter slots count if it was an adapter.
+#   `model-id`, or has adapter slots (it may load it on demand). If an endpoint that left had the name, this one must
+#   have no list of models either, unless it was an adapter, and this one has slots, loads on demand, or has no other
+#   label and a page that does not show (yet) whether it has slots. Names that only went from a list do not count.
 #
 # "Not known" does not include a list that is about to be read for the first time, if the endpoints that are known
 # differ, or as many have the name as are about to be read. At the start, when little is known, these get requests too.
@@ -206,7 +207,7 @@ class ModelCompatibility(Plain[NoParams]):
         )
 
     def refusal(self, request: Request, fleet: FleetView, cycle: Cycle) -> Refused | None:
-        """A name that no endpoint ever had is the client's mistake. One that some had may be back soon."""
+        """A name that no endpoint had when it left is the client's mistake. One that some had may be back soon."""
         model = request.target_model
         able = self.keep(request, fleet, cycle)
         if fleet.table.had(model) or able is None or np.count_nonzero(able):
@@ -228,10 +229,13 @@ def _compatible(table: EndpointTable, model: str) -> BoolColumn | None:
     if np.count_nonzero(has):
         return unless_all(has | _unknown(table, silent, has))
     was_base, was_adapter = table.was(model)
-    if was_base or was_adapter:
-        return unless_all(silent | (table.max_adapters > 0) if was_adapter else silent)
-    plain = table.keeping(("serves", model), lambda _, e: e.labels.get(MODEL_LABEL, model) == model)
-    return None if plain is None else unless_all(plain | (table.max_adapters > 0))
+    if was_base and not was_adapter:
+        return unless_all(silent)
+    plain = table.mask(("serves", model), lambda _, e: e.labels.get(MODEL_LABEL, model) == model)
+    if was_adapter:
+        unknown = np.array([adapters is None for adapters in table.adapters], dtype=np.bool_)
+        plain = silent | plain & unknown | table.dynamic
+    return unless_all(plain | (table.max_adapters > 0))
 
 
 def _unknown(table: EndpointTable, silent: BoolColumn, has: BoolColumn) -> BoolColumn:
