@@ -407,8 +407,8 @@ class KvListening(Knowledge):
     def unheard(self) -> str:
         """Why KV events of endpoints cannot be received; empty = handshakes with their publishers succeed."""
         barred = [(name, reason) for name, reason in self._barred.items() if reason]
-        others = f" and {len(barred) - 1} more" if len(barred) > 1 else ""
-        return f"no KV events of {barred[0][0]}{others}: {barred[0][1]}" if barred else ""
+        more = f" and {len(barred) - 1} more" if len(barred) > 1 else ""
+        return f"no KV events of {barred[0][0]}{more}: {barred[0][1]}" if barred else ""
 
     def unsaved(self) -> str:
         """Why the snapshot cannot be written; empty = it can."""
