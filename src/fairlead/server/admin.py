@@ -255,7 +255,7 @@ class Admin(HttpPort):
         return app
 
     def _add(self, app: web.Application, path: str, handler: Handler) -> None:
-        app.router.add_get(path, reported(handler, self._on_error))
+        app.router.add_get(path, reported(handler, self._on_error, path))
 
     def _heavy(self, pieces: Callable[[web.Request], Iterable[bytes]]) -> Handler:
         """Return a handler for a JSON page. Only one such page is made at a time."""

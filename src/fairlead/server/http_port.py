@@ -239,8 +239,9 @@ class _Site(web.SockSite):
 OnError = Callable[[str, Exception], object]
 
 
-def reported(handler: Handler, on_error: OnError) -> Handler:
-    """A handler that reports the exceptions of `handler` and answers 500."""
+def reported(handler: Handler, on_error: OnError, route: str = "") -> Handler:
+    """A handler that reports the exceptions of `handler` and answers 500. `route`: shown in place of the request's
+    path."""
 
     async def guarded(request: web.Request) -> web.StreamResponse:
         try:
@@ -248,8 +249,9 @@ def reported(handler: Handler, on_error: OnError) -> Handler:
         except (web.HTTPException, asyncio.CancelledError):
             raise
         except Exception as error:
-            on_error(request.path, error)
-            return web.Response(status=500, text=f"{request.path} failed: {type(error).__name__}\n")
+            path = route or request.path
+            on_error(path, error)
+            return web.Response(status=500, text=f"{path} failed: {type(error).__name__}\n")
 
     return guarded
 

@@ -35,6 +35,9 @@ class Sources:
         self.asked.append(count)
         return [{"request_id": 1}]
 
+    def decision(self, name: str) -> Any:
+        raise LookupError(name)
+
     @property
     def all(self) -> AdminSources:
         return AdminSources(
@@ -42,6 +45,7 @@ class Sources:
             unready=lambda: self.reasons,
             endpoints=lambda: self.listed,
             decisions=self.decisions,
+            decision=self.decision,
         )
 
 
@@ -168,7 +172,8 @@ async def test_a_source_that_raises_costs_its_own_page(visitor: Visitor) -> None
     visitor.sources.listed = object()
     page = await visitor.get("/debug/endpoints")
     assert (page.status, page.text) == (500, "/debug/endpoints failed: TypeError\n")
-    assert visitor.errors[0][0] == "/debug/endpoints"
+    assert (await visitor.get("/debug/decisions/a%0Ab")).text == "/debug/decisions/{name} failed: LookupError\n"
+    assert [path for path, _ in visitor.errors] == ["/debug/endpoints", "/debug/decisions/{name}"]
     assert (await visitor.get("/healthz")).status == 200
 
 
