@@ -100,7 +100,7 @@ def test_the_load_of_a_peer_is_known_from_its_leases(pair, clock):
 def test_the_prompts_of_a_peer_that_may_be_split_are_known_too(pair, clock):
     one, other = pair
     load = other.pipeline.peers.load
-    load.may_split = lambda prompt, lacking: lacking >= 1000
+    load.may_split = lambda api, prompt, lacking: lacking >= 1000
     one.send(1)
     one.send(2, b"another" * 999, tokens=900)
     other.feed(PeerHeard("a", one.batch()))
