@@ -39,7 +39,7 @@ RECORDED = ("vllm_time_to_first_token_seconds_bucket", "vllm_queue_depth")
 #: Only the shape is promised: nothing of the kind happens while all is well.
 QUIET = re.compile(
     r"fairlead_(fallback_requests|plugin_errors|lease_expired|kv_disagreements|kv_trust|shadow_cut_off"
-    r"|kv_checked|all_overloaded|scheduler_answer|endpoint_out)"
+    r"|kv_checked|all_overloaded|scheduler_answer|endpoint_out|model_out)"
 )
 
 
