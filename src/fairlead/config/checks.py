@@ -271,7 +271,7 @@ def note_pool(
         report.note(place if file else entry, f"{file + ': ' if file else ''}{message}")
 
     for i, entry in enumerate(entries):
-        role, name = entry.endpoint.labels.get(ROLE_LABEL, ""), entry.endpoint.id
+        role, name = entry.endpoint.role, entry.endpoint.id
         if role and role not in ROLES:
             words = f"endpoint {name}: no request goes to the role '{shorten(role)}'; known: {', '.join(sorted(ROLES))}"
             note(words, (*place, i))

@@ -163,8 +163,7 @@ class Demand:
     def _slots(self, table: EndpointTable) -> BoolColumn:
         if not self._role:
             return table.alive
-        prefill = table.mask(("only prefills",), lambda _, endpoint: endpoint.only_prefills)
-        return table.alive & (prefill if self._role == PREFILL else ~prefill)
+        return table.alive & (table.only_prefills if self._role == PREFILL else ~table.only_prefills)
 
     def endpoints(self, fleet: Known) -> int | None:
         """Return the number of endpoints needed by the load, 0 if no requests come or run, of whatever client; `None` =

@@ -42,9 +42,14 @@ class Endpoint(Struct, frozen=True):
     rank: int = 0
 
     @property
+    def role(self) -> str:
+        """Its role by the label; empty = none."""
+        return self.labels.get(ROLE_LABEL, "")
+
+    @property
     def only_prefills(self) -> bool:
         """Whether it computes prompts for others only, by its role."""
-        return self.labels.get(ROLE_LABEL) in PREFILL_ONLY
+        return self.role in PREFILL_ONLY
 
     @property
     def scrape_url(self) -> str:

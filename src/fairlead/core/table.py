@@ -345,6 +345,11 @@ class EndpointTable:
                 self._masks[key] = known
         return known
 
+    @property
+    def only_prefills(self) -> BoolColumn:
+        """The slots of endpoints that compute prompts for others only."""
+        return self.mask(("only prefills",), lambda _, endpoint: endpoint.only_prefills)
+
     def keeping(self, key: tuple[Hashable, ...], keep: Callable[[int, Endpoint], bool]) -> BoolColumn | None:
         """Return `mask` as a filter's answer: `None` if it keeps every slot."""
         if key in self._keeping:

@@ -258,7 +258,7 @@ def _used(config: Config) -> set[str]:
 
 @check("roles", "every stage of the policy has an endpoint", needs=("endpoints",))
 async def roles(site: Site) -> list[Finding]:
-    roles = {endpoint.id: endpoint.labels.get(ROLE_LABEL, "") for endpoint in site.endpoints}
+    roles = {endpoint.id: endpoint.role for endpoint in site.endpoints}
     findings = [UNKNOWN.at(name, f"{ROLE_LABEL}: {role}") for name, role in roles.items() if role and role not in ROLES]
     needed = stages(site.config.policy)
     splits = site.config.policy.splits
@@ -277,7 +277,7 @@ async def roles(site: Site) -> list[Finding]:
 async def _model_and_role(site: Site, endpoint: Endpoint) -> list[tuple[str, str]]:
     """The endpoint's model and role. The server is asked only without a label: it takes seconds if it hangs."""
     model = endpoint.labels.get(MODEL_LABEL) or await site.model(endpoint)
-    return [(model, endpoint.labels.get(ROLE_LABEL, ""))]
+    return [(model, endpoint.role)]
 
 
 EXT_PROC = Kind(

@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from fairlead.core.endpoint import PREFILL_ONLY, ROLE_LABEL, Endpoint
+from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import AdaptersListed, EndpointDown, EndpointUp, MetricsSampled
 from fairlead.lab.simulator.world import ADAPTER_SLOTS, Replica
 from fairlead.server.journal.records import Segment
@@ -63,13 +63,9 @@ class Pool(Struct):
 def mixed(endpoints: Iterable[Endpoint]) -> list[Endpoint]:
     """The endpoints in an order in which the first ones, however many, have about the roles of all."""
     listed = list(endpoints)
-    sizes, seen, places = Counter(map(_role, listed)), Counter[str](), []
+    sizes, seen, places = Counter(endpoint.role for endpoint in listed), Counter[str](), []
     for endpoint in listed:
-        role = _role(endpoint)
-        places.append(((seen[role] + 0.5) / sizes[role], role in PREFILL_ONLY))
+        role = endpoint.role
+        places.append(((seen[role] + 0.5) / sizes[role], endpoint.only_prefills))
         seen[role] += 1
     return [listed[i] for i in sorted(range(len(listed)), key=places.__getitem__)]
-
-
-def _role(endpoint: Endpoint) -> str:
-    return endpoint.labels.get(ROLE_LABEL, "")

@@ -7,7 +7,7 @@ import numpy as np
 from pydantic import Field
 
 from fairlead.core.columns import BoolColumn
-from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL, STAGES
+from fairlead.core.endpoint import MODEL_LABEL, STAGES
 from fairlead.core.models import MODEL_NOT_FOUND
 from fairlead.core.policy import Cycle, Refused, Stage
 from fairlead.core.request import Request
@@ -37,7 +37,7 @@ class Role:
         self._roles = STAGES[params.stage]
 
     def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
-        return fleet.table.keeping(self._key, lambda _, e: e.labels.get(ROLE_LABEL, "") in self._roles)
+        return fleet.table.keeping(self._key, lambda _, e: e.role in self._roles)
 
 
 class ByLabelParams(Params):

@@ -8,7 +8,7 @@ from math import inf
 from msgspec import Struct
 from msgspec.structs import replace
 
-from fairlead.core.endpoint import ROLE_LABEL, STAGES
+from fairlead.core.endpoint import STAGES
 from fairlead.core.records import OutcomeRecord
 from fairlead.core.table import ON_DEMAND, EndpointTable
 from fairlead.server.observe.endpoint_history import POINTS, STEP
@@ -138,7 +138,7 @@ def models_out(table: EndpointTable, out: Collection[str]) -> set[str]:
         own, listed = {*table.base_names(slot, endpoint)}, table.listed[slot]
         bases |= own
         adapters |= listed or set()
-        if endpoint.id not in out and endpoint.labels.get(ROLE_LABEL, "") in STAGES["decode"]:
+        if endpoint.id not in out and endpoint.role in STAGES["decode"]:
             if not own:
                 return set()  # it may serve any
             answered |= own | endpoint.promised | ({ON_DEMAND} if listed is None else listed)

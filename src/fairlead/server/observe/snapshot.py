@@ -19,7 +19,6 @@ import msgspec
 from msgspec.structs import asdict
 
 from fairlead import __version__
-from fairlead.core.endpoint import ROLE_LABEL
 from fairlead.core.flow import Limit
 from fairlead.core.queues import Band
 from fairlead.core.records import DecisionRecord, OutcomeRecord
@@ -64,7 +63,7 @@ def endpoint_rows(
                 id=endpoint.id,
                 address=endpoint.address,
                 model=", ".join(sorted(table.base_names(slot, endpoint))),
-                role=endpoint.labels.get(ROLE_LABEL, ""),
+                role=endpoint.role,
                 state=state,
                 reason=reason,
                 since=None if gone is None else gone.since + wall,

@@ -6,7 +6,7 @@ from math import inf, isfinite
 from typing import Any
 
 from fairlead.core.demand import DECODE, PREFILL, Demand, Load, MaySplit, Objective, PeersLoad, Totals
-from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL, STAGES, Endpoint
+from fairlead.core.endpoint import MODEL_LABEL, STAGES, Endpoint
 from fairlead.core.errors import PluginError
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import LEFT
@@ -41,7 +41,7 @@ _FALLBACK_GAP = 15.0
 
 def _part_only(endpoint: Endpoint) -> bool:
     """Whether the endpoint only prefills, or only decodes."""
-    role = endpoint.labels.get(ROLE_LABEL, "")
+    role = endpoint.role
     return role != "" and (role in STAGES[PREFILL]) != (role in STAGES[DECODE])
 
 

@@ -199,7 +199,7 @@ class Session:
         fleet, table = self._fleet, self._fleet.table
         allowed = set(fleet.slots_of(candidates.tolist()).tolist())
         if isinstance(self._policy, PrefillDecode):
-            only = np.flatnonzero(table.mask(("only prefills",), _only_prefills)).tolist()
+            only = np.flatnonzero(table.only_prefills).tolist()
             may = only if prefills is None else fleet.slots_of(prefills.tolist()).tolist()
             allowed.update(slot for slot in only if slot in may)
         return frozenset(each.address for slot in allowed if (each := table.endpoints[slot]) is not None)
@@ -223,10 +223,6 @@ class Session:
         return RemotePick(
             request.id, Outcome.PICKED, fleet.table.ids[pick.slot], alternatives=alternatives, prefill=prefill
         )
-
-
-def _only_prefills(_: int, endpoint: Endpoint) -> bool:
-    return endpoint.only_prefills
 
 
 # From `my.module:Name`, a configuration file or the name of a built-in policy to a function that makes policies.
