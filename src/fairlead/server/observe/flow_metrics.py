@@ -60,6 +60,8 @@ class FlowMetrics:
         self._jain = gauges("priority", cap=256, fold=("priority",))
         self._flow_age = gauges(*_FLOW)
         self._delays = gauges("priority", cap=256, fold=("priority",))
+        #: As last refreshed.
+        self._drains: dict[int, float] = {}
         self._cold_starts = histograms(bounds=_COLD)
         metrics.registry.before(self._refresh)
         self._show(metrics.registry, {"constant": {"inference_pool": pool}})
@@ -104,9 +106,9 @@ class FlowMetrics:
             return
         now = self._now()
         queues = flow_controller.flow.queues
-        drains = queues.drains_s(now)
+        self._drains = queues.drains_s(now)
         for band in queues.bands():
-            self._band(band, band.limit, drains[band.priority], now)
+            self._band(band, band.limit, self._drains[band.priority], now)
 
     def _band(self, band: Band, limit: Limit, delay: float, now: float) -> None:
         priority = str(band.priority)
@@ -171,7 +173,7 @@ class FlowMetrics:
         text = "Jain's index of the work that the flows of a band were given out of the queue; 1 = all the same."
         show("fairlead_flow_fairness_index", text, self._jain)
         text = "How long the queue will take at the present pace of its models."
-        delay = of(lambda controller: max(controller.flow.queues.drains_s(self._now()).values(), default=0.0))
+        delay = of(lambda controller: max(self._drains.values(), default=0.0))
         follow("gauge", "fairlead_flow_delay_seconds", text, delay)
         text = "How long the queue of a band and the bands above will take: the longest Retry-After."
         show("fairlead_flow_band_delay_seconds", text, self._delays)
