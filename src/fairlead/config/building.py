@@ -1,12 +1,13 @@
 """Builds pipelines from a configuration: policy, flow control, other schedulers. For server, simulator and replay."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from random import Random
 from typing import Any, cast
 
 from msgspec import Struct, structs
 
+from fairlead.config.builtins import ABILITY_FILTERS
 from fairlead.config.plugin_reader import read_entry
 from fairlead.config.plugins import build_policy, make
 from fairlead.config.problems import Report as Problems
@@ -39,11 +40,9 @@ from fairlead.core.scheduling import Build, Scheduling
 from fairlead.core.shadow import CaseTaker
 from fairlead.core.snapshot import Snapshots
 from fairlead.core.tokens import TokenEstimator
-from fairlead.plugins.filters.ability import ModelCompatibility, Role, RoleParams, Subset
-from fairlead.plugins.filters.availability import Health, HealthParams
+from fairlead.plugins.filters.ability import Role
 from fairlead.plugins.flow_control import LeastWork, StartTimeFairness
 from fairlead.plugins.guarding import GuardedCeiling, GuardedFairness, GuardedOrdering, GuardedSaturation, is_a
-from fairlead.plugins.params import NoParams
 from fairlead.plugins.pickers import MaxScore, MaxScoreParams
 
 OnPluginError = Callable[[PluginError], None] | None
@@ -296,8 +295,7 @@ def able_by(
     if isinstance(policy, Profile):
         chain = policy
     else:
-        filters = [cast(Filter, make(spec, registry or Registry())) for spec in config.policy.filters]
-        chain = Profile(policy.name, filters, [], MaxScore(MaxScoreParams()))
+        chain = _chain(policy.name, _filters(config.policy.filters, registry))
     return WaitingRules(policy, chain, on_plugin_error)
 
 
@@ -306,9 +304,8 @@ def drawn_by(config: Config, policy: Policy, able: WaitingRules) -> Able:
     those that the built-in filters leave."""
     if isinstance(policy, Profile) or config.policy.filters:
         return able
-    none = NoParams()
-    filters: list[Filter] = [Role(RoleParams()), Subset(none), ModelCompatibility(none), Health(HealthParams())]
-    chain = Profile(policy.name, filters, [], MaxScore(MaxScoreParams()))
+    types = (entry["type"] for entry in ABILITY_FILTERS)
+    chain = _chain(policy.name, _filters(PluginSpec(kind="filter", type=name, name=name, given=None) for name in types))
     return WaitingRules(chain, chain)
 
 
@@ -316,10 +313,17 @@ def computes_by(
     config: Config, registry: Registry | None = None, on_plugin_error: OnPluginError = None
 ) -> WaitingRules:
     """The rules for the endpoint that computes a prompt for another one: the filters of the policy without roles."""
-    filters = [cast(Filter, make(spec, registry or Registry())) for spec in config.policy.filters]
-    filters = [plugin for plugin in filters if not is_a(plugin, Role)]
-    chain = Profile(config.policy.name, filters, [], MaxScore(MaxScoreParams()))
+    filters = [plugin for plugin in _filters(config.policy.filters, registry) if not is_a(plugin, Role)]
+    chain = _chain(config.policy.name, filters)
     return WaitingRules(chain, chain, on_plugin_error)
+
+
+def _filters(specs: Iterable[PluginSpec], registry: Registry | None = None) -> list[Filter]:
+    return [cast(Filter, make(spec, registry or Registry())) for spec in specs]
+
+
+def _chain(name: str, filters: Sequence[Filter]) -> Profile:
+    return Profile(name, filters, [], MaxScore(MaxScoreParams()))
 
 
 def _bands(flow: FlowSpec, registry: Registry, report: OnPluginError) -> Callable[[int], tuple[Fairness, Ordering]]:
