@@ -1,6 +1,6 @@
 """Builds pipelines from a configuration: policy, flow control, other schedulers. For server, simulator and replay."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from random import Random
 from typing import Any, cast
@@ -11,7 +11,7 @@ from fairlead.config.builtins import ABILITY_FILTERS
 from fairlead.config.plugin_reader import read_entry
 from fairlead.config.plugins import build_policy, make
 from fairlead.config.problems import Report as Problems
-from fairlead.config.registry import Registry
+from fairlead.config.registry import Registry, takes_filters
 from fairlead.config.reload import meaning
 from fairlead.config.schema import (
     LONGEST_WAIT,
@@ -33,7 +33,7 @@ from fairlead.core.gates import EarlyShedding, LedgerGate, PoolGate
 from fairlead.core.policy import Filter, Policy
 from fairlead.core.profile import Profile
 from fairlead.core.queues import Queues, Shares
-from fairlead.core.remote import Able, BreakerRules, Canary, RemotePolicy
+from fairlead.core.remote import BreakerRules, Canary, RemotePolicy
 from fairlead.core.reports import SharedFleet
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.scheduling import Build, Scheduling
@@ -91,17 +91,16 @@ class SchedulingBuilder:
         """Build a configuration. Raises `PluginError`, or `ConfigError` if the configuration was never checked."""
         last = self._last
         if last is not None and meaning(last.config.policy) == meaning(config.policy):
-            base, able, drawn_from = last.scheduling.base, last.scheduling.able, last.scheduling.drawn_from
+            base, able = last.scheduling.base, last.scheduling.able
         else:
             base = build_policy(config, self._report, self._registry)
             able = able_by(config, base, self._registry, self._report)
-            drawn_from = drawn_by(config, base, able)
         canary = self._canary_policy(config, last)
         flow = build_flow_controller(config, base, self._report, self._registry)
         if flow is not None and last is not None and last.scheduling.flow is not None:
             flow = last.scheduling.flow
         ttl = config.ledger.lease_ttl
-        built = Scheduling(policy=base, base=base, able=able, drawn_from=drawn_from, flow=flow, lease_ttl=ttl)
+        built = Scheduling(policy=base, base=base, able=able, flow=flow, lease_ttl=ttl)
         remotes = {name: self._remote(name, built, config, last) for name in schedulers(config)}
         if last is not None and base is last.scheduling.base and last.config.shadows == config.shadows:
             shadows, on_trial = last.scheduling.shadows, last.scheduling.on_trial
@@ -171,8 +170,7 @@ def given(policy: Policy) -> Build:
     def build(config: Config) -> Scheduling:
         flow = build_flow_controller(config, policy)
         able, ttl = able_by(config, policy), config.ledger.lease_ttl
-        drawn_from = drawn_by(config, policy, able)
-        return Scheduling(policy=policy, base=policy, able=able, drawn_from=drawn_from, flow=flow, lease_ttl=ttl)
+        return Scheduling(policy=policy, base=policy, able=able, flow=flow, lease_ttl=ttl)
 
     return build
 
@@ -210,7 +208,7 @@ def build_pipeline(
         snapshot=Snapshots() if snapshots else None,
         build=build,
         alternatives=config.ext_proc.max_endpoints - 1,
-        drawn_from=scheduling.drawn_from,
+        drawn_from=scheduling.able,
     )
 
 
@@ -292,34 +290,26 @@ def able_by(
 ) -> WaitingRules:
     """The rules for binding a waiting request: which endpoints the filters of `policy`, the configured one, allow, and
     what it costs there."""
-    if isinstance(policy, Profile):
-        chain = policy
-    else:
-        chain = _chain(policy.name, _filters(config.policy.filters, registry))
+    chain = policy if isinstance(policy, Profile) else _chain(policy.name, _filters(config.policy, registry))
     return WaitingRules(policy, chain, on_plugin_error)
-
-
-def drawn_by(config: Config, policy: Policy, able: WaitingRules) -> Able:
-    """The endpoints of which one is drawn if `policy` fails: those of `able`. If it is a plugin that takes no filters,
-    those that the built-in filters leave."""
-    if isinstance(policy, Profile) or config.policy.filters:
-        return able
-    types = (entry["type"] for entry in ABILITY_FILTERS)
-    chain = _chain(policy.name, _filters(PluginSpec(kind="filter", type=name, name=name, given=None) for name in types))
-    return WaitingRules(chain, chain)
 
 
 def computes_by(
     config: Config, registry: Registry | None = None, on_plugin_error: OnPluginError = None
 ) -> WaitingRules:
     """The rules for the endpoint that computes a prompt for another one: the filters of the policy without roles."""
-    filters = [plugin for plugin in _filters(config.policy.filters, registry) if not is_a(plugin, Role)]
+    filters = [plugin for plugin in _filters(config.policy, registry) if not is_a(plugin, Role)]
     chain = _chain(config.policy.name, filters)
     return WaitingRules(chain, chain, on_plugin_error)
 
 
-def _filters(specs: Iterable[PluginSpec], registry: Registry | None = None) -> list[Filter]:
-    return [cast(Filter, make(spec, registry or Registry())) for spec in specs]
+def _filters(policy: PolicySpec, registry: Registry | None) -> list[Filter]:
+    """The filters of the policy; the built-in ones if it is a plugin that takes no filters."""
+    registry, specs = registry or Registry(), policy.filters
+    if policy.plugin is not None and not takes_filters(registry, policy.plugin.type):
+        types = (entry["type"] for entry in ABILITY_FILTERS)
+        specs = tuple(PluginSpec(kind="filter", type=name, name=name, given=None) for name in types)
+    return [cast(Filter, make(spec, registry)) for spec in specs]
 
 
 def _chain(name: str, filters: Sequence[Filter]) -> Profile:

@@ -817,7 +817,7 @@ class Pipeline:
             scheduling = self._build(event.document)
         except (PluginError, ConfigError) as error:
             return [RefuseConfiguration(event.document, str(error))]
-        self._decide_by(scheduling.policy, scheduling.drawn_from)
+        self._decide_by(scheduling.policy, scheduling.able)
         self.shadows = scheduling.shadows
         self.fleet.ledger.ttl = scheduling.lease_ttl
         self._turn(scheduling.flow)

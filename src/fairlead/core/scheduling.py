@@ -8,7 +8,7 @@ from msgspec import Struct
 from fairlead.core.binding import WaitingRules
 from fairlead.core.flow_control import FlowController
 from fairlead.core.policy import Policy
-from fairlead.core.remote import Able, RemotePolicy
+from fairlead.core.remote import RemotePolicy
 from fairlead.core.shadow import CaseTaker
 
 
@@ -19,10 +19,9 @@ class Scheduling(Struct, frozen=True, kw_only=True):
     policy: Policy
     #: The policy of the file itself. Flow control records its decisions under this policy's name.
     base: Policy
-    #: The slots that can serve a request, by the filters of `base`. Flow control follows it.
+    #: The slots that can serve a request, by the filters of `base`. Flow control follows it, and one of them is drawn
+    #: for a request if `policy` fails.
     able: WaitingRules
-    #: The slots of which one is drawn for a request if `policy` fails.
-    drawn_from: Able
     #: `None` = requests never wait.
     flow: FlowController | None
     #: Seconds until a lease expires.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fairlead.compat.load import load
-from fairlead.config.building import build_pipeline
+from fairlead.config.building import build_flow_controller, build_pipeline
 from fairlead.config.plugins import build_policy
 from fairlead.config.registry import GROUP, Registry
 from fairlead.core.binding import WaitingRules
@@ -360,3 +360,19 @@ def test_a_policy_that_fails_has_requests_go_where_they_can_be_served(name: str)
     assert sent_to("y", frozenset({"a:80", "d:80"})) == {"d"}
     assert sent_to("y", frozenset({"e:80"})) == {"a", "b", "c", "d"}, "none is left, so any is drawn"
     assert len(errors) == 2, "it rests"
+
+
+def test_requests_of_a_policy_without_filters_wait_for_servers_of_their_model() -> None:
+    config = load("policy: hanging-policy\nflowControl: {}\n", need_endpoints=False, registry=REGISTRY)
+    policy = build_policy(config, registry=REGISTRY)
+    controller = build_flow_controller(config, policy, registry=REGISTRY)
+    assert controller is not None
+    known = fleet(*(endpoint(name, f"{name}:80", labels={MODEL_LABEL: name}) for name in "xy"))
+    leases = [known.charge(request(id=id_, prompt_tokens=1000), 0, 1.0, 0, 10) for id_ in range(1, 9)]
+    asked = request(id=20, model="x", prompt_tokens=1000)
+    assert isinstance(controller.flow.arrived(asked, known, 1.0, slot=0), tuple)
+    assert controller.flow.dispatch(known, 1.0) is None, "y is free but serves another model"
+    for lease in leases:
+        known.ledger.release(lease)
+    bound = controller.flow.dispatch(known, 3.0)
+    assert bound is not None and bound.slot == 0
