@@ -25,8 +25,10 @@ def unfinished(path: Path) -> Path:
 
 def write_whole(path: Path, pieces: Iterable[bytes], *, on_disk: bool = True) -> int:
     """Write a new file, readable by its owner only, and replace the old one once it is complete. Returns its size in
-    bytes. `on_disk`: fsync it before that, so that it survives a crash of the machine. Raises `OSError`; then the old
-    file is unchanged."""
+    bytes. `on_disk`: fsync it before that, so that it survives a crash of the machine. Raises `OSError`, also if `path`
+    is a pipe or a device; then the old file is unchanged."""
+    if path.exists() and not path.is_file():
+        raise OSError("it is not a regular file")
     new, size = unfinished(path), 0
     try:
         with open(os.open(new, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:

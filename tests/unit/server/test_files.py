@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fairlead.server.files import write_output
+from fairlead.server.files import write_output, write_whole
 
 
 def test_what_is_written_replaces_what_was_there(tmp_path: Path) -> None:
@@ -46,3 +46,11 @@ def test_a_new_file_takes_no_others_place(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         write_output(path, "two", new=True)
     assert path.read_text() == "one"
+
+
+def test_a_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "out.state"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="it is not a regular file"):
+        write_whole(path, [b"one"])
+    assert path.is_fifo() and [*tmp_path.iterdir()] == [path]
