@@ -26,6 +26,7 @@ from fairlead.core.policy import (
     Refuser,
     SteadyFilter,
     guarded,
+    interruptible,
 )
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
@@ -85,7 +86,8 @@ class Measuring:
         values: dict[str, float] = {}
         for source in self._sources:
             try:
-                given = {name: float(value) for name, value in source.measure(endpoint, page).items()}
+                measured = interruptible(source.measure, endpoint, page)
+                given = {name: float(value) for name, value in measured.items()}
                 stray = given.keys() - {*source.provides}
                 if stray:
                     raise ValueError(f"gave {min(stray)!r}, which it does not provide")
@@ -121,7 +123,7 @@ class Parsing:
         if content_encoding not in ("", "identity"):
             return unread(OTHER, "content-encoding", len(body))
         try:
-            parsed = parser.parse(path, body)
+            parsed = interruptible(parser.parse, path, body)
             if not isinstance(parsed, ParsedRequest):
                 raise TypeError(f"gave a {type(parsed).__name__}, expected a ParsedRequest")
             return parsed
@@ -193,6 +195,10 @@ def _tell(report: Report, name: str, error: BaseException) -> None:
         report(PluginError(name, described(error)))
 
 
+def _lists(fairness: Fairness, window: int) -> Iterator[list[Waiting]]:
+    return map(list, fairness.turns(window))
+
+
 T = TypeVar("T", bound=Ordering | Ceiling | Saturation)
 
 
@@ -206,7 +212,7 @@ class _Guarded(Generic[T]):
 class GuardedOrdering(_Guarded[Ordering]):
     def key(self, waiting: Waiting) -> float:
         try:
-            key = float(self._inner.key(waiting))
+            key = float(interruptible(self._inner.key, waiting))
             if isfinite(key):
                 return key
             raise ValueError(f"the key {key} is not finite")
@@ -266,8 +272,9 @@ class GuardedFairness:
         if self._inner is None:
             return
         try:
-            for turn in self._inner.turns(window):
-                yield list(turn)
+            turns = interruptible(_lists, self._inner, window)
+            while (turn := interruptible(next, turns, None)) is not None:
+                yield turn
         except PLUGIN_FAILURES as error:
             self._failed(error)
 
@@ -275,7 +282,7 @@ class GuardedFairness:
         if self._inner is None:
             return
         try:
-            call(self._inner)
+            interruptible(call, self._inner)
         except PLUGIN_FAILURES as error:
             self._failed(error)
 
@@ -287,7 +294,8 @@ class GuardedFairness:
 class GuardedCeiling(_Guarded[Ceiling]):
     def allowed(self, level: float, priorities: Sequence[int]) -> list[bool]:
         try:
-            allowed = [bool(may) for may in self._inner.allowed(level, priorities)]
+            answer = interruptible(self._inner.allowed, level, priorities)
+            allowed = [bool(may) for may in answer]
             if len(allowed) == len(priorities):
                 return allowed
             raise ValueError(f"{len(allowed)} answers for {len(priorities)} bands")

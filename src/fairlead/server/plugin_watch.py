@@ -5,9 +5,8 @@ Rules
   again and again. Python handles signals between two instructions of that thread, so nothing else runs meanwhile.
 * The same call of a plugin at two signals is interrupted: `NeverReturned` is raised in it, and whoever called it goes
   on as with any failure of a plugin. Code of this package is never interrupted, so its state stays whole.
-* Policies, filters, scorers and pickers are called so that this works. What else holds up the loop, and what goes on in
-  spite of it, is logged with its place. C code that keeps the interpreter lock, such as a long search of
-  `re`, stops this thread too.
+* All plugins are called so that this works. What else holds up the loop, and what goes on in spite of it, is logged
+  with its place. C code that keeps the interpreter lock, such as a long search of `re`, stops this thread too.
 """
 
 import asyncio
@@ -20,7 +19,7 @@ from types import CodeType, FrameType
 
 import fairlead
 from fairlead.core.errors import NeverReturned
-from fairlead.core.policy import guarded
+from fairlead.core.policy import guarded, interruptible
 from fairlead.server.observe.log import get
 
 log = get("plugins")
@@ -32,6 +31,8 @@ _SIGNAL = int(signal.SIGRTMIN) + 1
 _LATE_S = 0.05
 #: Signals without effect until the place is logged.
 _LOGGED_AFTER = 4
+#: All plugins are called by these two.
+_CALLS = frozenset({guarded.__code__, interruptible.__code__})
 _OWN = f"{Path(fairlead.__file__).parent}/"
 
 
@@ -95,9 +96,9 @@ class PluginWatch:
 
 
 def _plugin_call(frame: FrameType | None) -> tuple[FrameType | None, CodeType | None]:
-    """Return the frame of `guarded` that runs, and the code of the plugin that it called; `None` = none, unknown."""
+    """Return the frame that calls a plugin, and the code of the plugin; `None` = none, unknown."""
     code = None
-    while frame is not None and frame.f_code is not guarded.__code__:
+    while frame is not None and frame.f_code not in _CALLS:
         code = code if _own(frame.f_code) else frame.f_code
         frame = frame.f_back
     return frame, code

@@ -7,15 +7,20 @@ from typing import Any
 import pytest
 
 from fairlead.core.errors import PluginError
+from fairlead.core.fairness import Strict
+from fairlead.core.flow import Waiting
 from fairlead.core.policy import Context, Picked, clamped
 from fairlead.core.profile import Profile
 from fairlead.core.remote import Canary
+from fairlead.plugins.guarding import GuardedCeiling, GuardedFairness, GuardedOrdering, Measuring, Parsing
 from fairlead.plugins.params import NoParams
 from fairlead.plugins.pickers import RoundRobin
 from fairlead.plugins.policies.by_load import LeastRequests
 from fairlead.server.observe.log import LogfmtFormatter
 from fairlead.server.plugin_watch import PluginWatch
-from fairlead.testing import fleet, request
+from fairlead.testing import endpoint, fleet, request
+
+WAITING = Waiting(request(), 0.0, 60.0, 1.0, 1)
 
 
 class Endless:
@@ -32,6 +37,35 @@ class Endless:
 
     def score(self, request: Any, fleet: Any, cycle: Any) -> Any:
         return self.choose(request, fleet, cycle)
+
+
+class EndlessPart(Endless):
+    """As a parser, metric source, ordering or ceiling."""
+
+    paths: tuple[str, ...] = ("/v1/rank",)
+    provides: tuple[str, ...] = ("load",)
+
+    def parse(self, path: Any, body: Any) -> Any:
+        return self.choose(path, body, None)
+
+    def measure(self, endpoint: Any, page: Any) -> Any:
+        return self.choose(endpoint, page, None)
+
+    def key(self, waiting: Any) -> Any:
+        return self.choose(waiting, None, None)
+
+    def allowed(self, level: Any, priorities: Any) -> Any:
+        return self.choose(level, priorities, None)
+
+
+class EndlessQueue(Strict):
+    def queued(self, waiting: Any) -> Any:
+        return EndlessPart().key(waiting)
+
+
+class EndlessTurns(Strict):
+    def turns(self, window: int) -> Any:
+        yield EndlessPart().key(window)
 
 
 class Stubborn(Endless):
@@ -83,6 +117,25 @@ async def test_a_scorer_is_left_out_of_that_decision(watch: Any) -> None:
     profile.report_to(errors.append)
     assert isinstance(profile.choose(request(), fleet("e0", "e1"), context()), Picked)
     assert [error.plugin for error in errors] == ["endless"] and watch.count == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda report: Parsing([EndlessPart()], report)("/v1/rank", b"{}"), "endless"),
+        (lambda report: Measuring([EndlessPart()], report)(endpoint("a"), b""), "endless"),
+        (lambda report: GuardedOrdering(EndlessPart(), report).key(WAITING), "endless"),
+        (lambda report: GuardedCeiling(EndlessPart(), report).allowed(0.5, [0]), "endless"),
+        (lambda report: GuardedFairness(EndlessQueue(), report).queued(WAITING), Strict.name),
+        (lambda report: list(GuardedFairness(EndlessTurns(), report).turns(8)), Strict.name),
+    ],
+    ids=["parser", "source", "ordering", "ceiling", "fairness queued", "fairness turns"],
+)
+async def test_plugins_of_all_kinds_are_interrupted(watch: Any, call: Any, name: str) -> None:
+    errors: list[PluginError] = []
+    call(errors.append)
+    (error,) = errors
+    assert error.plugin == name and "did not return and was interrupted" in str(error) and watch.count == 1
 
 
 async def test_it_can_be_closed_at_any_moment() -> None:
