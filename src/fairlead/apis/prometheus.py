@@ -325,7 +325,7 @@ class _Interpreter:
         if self._page and not self._page.endswith(b"\n"):
             self._problems.append("the page is cut off: its last line has no end")
         running_adapters, waiting_adapters, max_adapters = self._adapters()
-        block_size, num_blocks = self._cache()
+        block_size, num_blocks, prefix_caching = self._cache()
         sample = Sample(
             ranks=self._ranks(),
             each_step=self._specs.metrics.each_step,
@@ -337,6 +337,7 @@ class _Interpreter:
             max_adapters=max_adapters,
             block_size=block_size,
             num_blocks=num_blocks,
+            prefix_caching=prefix_caching,
             prefix_queries=self._number("prefix_queries", sum),
             prefix_hits=self._number("prefix_hits", sum),
             generation_tokens=self._number("generation_tokens", sum),
@@ -428,20 +429,21 @@ class _Interpreter:
             return None, frozenset(), 0
         return running, waiting, _count(newest.get("max_lora", ""))
 
-    def _cache(self) -> tuple[int, int]:
-        metrics = self._specs.metrics
+    def _cache(self) -> tuple[int, int, bool]:
+        metrics, caching = self._specs.metrics, True
         sizes: list[int] = []
         counts: list[int] = []
         for row in self._series("cache_info"):
             labels = row.labels() if row.value is not None else None
             if labels is None:
                 self._unreadable("cache_info", row)
-                return 0, 0
+                return 0, 0, True
+            caching = caching and labels.get("enable_prefix_caching") != "False"
             sizes.append(_count(labels.get(metrics.block_size_label, "")))
             counts.append(_count(labels.get(metrics.num_blocks_label, "")))
         size = max(sizes, default=0) or int(self._number("block_size", max) or 0)
         count = sum(counts) if all(counts) else 0
-        return size, count or int(self._number("num_blocks", sum) or 0)
+        return size, count or int(self._number("num_blocks", sum) or 0), caching
 
     def _unreadable(self, field: str, series: Series) -> None:
         if series is ENDLESS:

@@ -121,6 +121,8 @@ class Sample(Struct, frozen=True, kw_only=True):
     block_size: int = 0
     #: KV blocks of all ranks; 0 = unknown.
     num_blocks: int = 0
+    #: Whether the engine reuses what it computed for the same prefix; `True` also if the page does not say.
+    prefix_caching: bool = True
     #: Prefix cache counters of the engine, in tokens, cumulative.
     prefix_queries: float | None = None
     prefix_hits: float | None = None

@@ -17,7 +17,7 @@ from fairlead.core.exact import ExactKnowledge
 from fairlead.core.learned import Common, EndpointLearned, Look, Part, PrefixesLearned
 from fairlead.core.ledger import Lease, Ledger
 from fairlead.core.predictor import HANDOVER_MOST, HANDOVER_SHARE, Predictor
-from fairlead.core.prefix import PrefixIndex
+from fairlead.core.prefix import DEFAULT_CAPACITY, PrefixIndex
 from fairlead.core.records import Forecast
 from fairlead.core.request import Request
 from fairlead.core.stalls import OVERDUE_S, Stalls
@@ -217,18 +217,22 @@ class Fleet:
             self.predictor.rates.sampled(slot, waiting, running)
 
     def _sized(self, slot: int, sample: Sample) -> None:
-        """Store how many engines share the address, and the capacity of their KV caches in tokens."""
+        """Store how many engines share the address, and the capacity of their KV caches in tokens. Where an engine
+        reuses no prefix, nothing is learned of its cache."""
         table = self.table
         ranks = _gauge(sample.ranks or None, table.ranks[slot])
         known = table.capacity_tokens[slot]
         capacity = _gauge(sample.block_size * sample.num_blocks, 0.0) or known
-        if ranks == table.ranks[slot] and capacity == known:
+        reuses = sample.prefix_caching
+        changed = capacity != known or reuses != (self.prefix.capacity(slot) > 0)
+        if ranks == table.ranks[slot] and not changed:
             return
         if ranks != table.ranks[slot]:
             table.set_ranks(slot, ranks)
-        if capacity != known:
+        if changed:
             table.capacity_tokens[slot] = capacity
-            self.prefix.set_capacity(slot, int(capacity * self._budgeted_with))
+            of_prompts = int(capacity * self._budgeted_with) or DEFAULT_CAPACITY
+            self.prefix.set_capacity(slot, of_prompts if reuses else 0)
         table.per_capacity[slot] = max(ranks, 1.0) / capacity if capacity else 0.0
 
     def adapters_listed(self, endpoint_id: str, adapters: frozenset[str] | None, base: BaseModels = NOT_LISTED) -> None:
@@ -594,7 +598,7 @@ class Fleet:
         if abs(self.bytes_per_token / self._budgeted_with - 1.0) > BYTES_CHANGED:
             self._budgeted_with = self.bytes_per_token
             for slot, capacity in enumerate(self.table.capacity_tokens.tolist()):
-                if capacity and self.table.endpoints[slot] is not None:
+                if capacity and self.table.endpoints[slot] is not None and self.prefix.capacity(slot):
                     self.prefix.set_capacity(slot, int(capacity * self._budgeted_with))
 
     # ---- saved and restored ----

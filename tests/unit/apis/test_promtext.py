@@ -464,3 +464,14 @@ def test_family_reads_as_the_reference_parser_does(series: list[tuple[dict[str, 
             assert (one.labels(), one.value) == (wanted_labels, wanted)
         else:
             assert one.value is None
+
+
+@pytest.mark.parametrize(("values", "expected"), [(["True"], True), (["False"], False), (["True", "False"], False)])
+def test_a_page_says_whether_prefixes_are_reused(values: list[str], expected: bool) -> None:
+    """The label that vLLM 0.32 writes with `--no-enable-prefix-caching`."""
+    rows = [
+        f'vllm:cache_config_info{{block_size="16",enable_prefix_caching="{value}",engine="{rank}"}} 1\n'
+        for rank, value in enumerate(values)
+    ]
+    assert read("".join(rows)).sample.prefix_caching is expected
+    assert read("vllm:num_requests_waiting 0\n").sample.prefix_caching is True

@@ -140,6 +140,30 @@ def test_a_reading_fills_the_row() -> None:
     assert fleet.stale(0, 3.2)
 
 
+def shares(fleet: Fleet, request: Request) -> list[float]:
+    column = fleet.match(request)
+    assert column is not None
+    return [*map(float, column[: len(fleet.table)])]
+
+
+def test_an_engine_that_reuses_no_prefix_is_expected_to_find_none() -> None:
+    """vLLM with `--no-enable-prefix-caching`; the setting may change with a restart."""
+    fleet = fleet_of(2)
+    page = Sample(waiting=0.0, running=0.0, block_size=16, num_blocks=1000)
+    for number, endpoint_id in enumerate(("e0", "e1")):
+        fleet.charge(request(number + 1), number, 0.0, 0, 100.0)
+        fleet.sampled(endpoint_id, 0.1, 0.1, replace(page, prefix_caching=endpoint_id == "e1"))
+    assert shares(fleet, request(3)) == [0.0, 1.0]
+    fleet.charge(request(4), 0, 0.2, 0, 100.0)
+    fleet.measured(8.0, 1.0)
+    fleet.sampled("e0", 0.3, 0.3, replace(page, prefix_caching=False))
+    assert shares(fleet, request(5)) == [0.0, 1.0] and fleet.table.capacity_tokens[0] == 16_000
+    fleet.sampled("e0", 0.4, 0.4, page)
+    fleet.charge(request(6), 0, 0.5, 0, 100.0)
+    assert shares(fleet, request(7)) == [1.0, 1.0] and fleet.prefix.capacity(0) == 128_000
+    fleet.validate()
+
+
 def test_engines_behind_an_address_share_its_load_and_each_has_its_memory() -> None:
     fleet = fleet_of(2)
     assert fleet.table.per_rank is None
