@@ -111,6 +111,21 @@ def test_fail_open_and_closed() -> None:
     assert ext_proc(open_)["max_message_timeout"] == "600s"
 
 
+def test_large_uploads_have_time_to_be_sent_to_the_scheduler() -> None:
+    """The time begins before the body is sent, and bodies of one moment are read one after the other."""
+    timeouts = []
+    for options in (Options(), Options(body_limit=16 << 20, message_timeout=2.0), Options(queue_timeout=5.0)):
+        outside, uploads = build(options)["static_resources"]["listeners"]
+        timeouts.append((patience(outside), patience(uploads)))
+    assert timeouts == [(1.0, 9.0), (2.0, 4.0), (1.0, 5.0)]
+
+
+def patience(listener: Any) -> float:
+    filters = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
+    (scheduled,) = (each for each in filters if each["name"] == "envoy.filters.http.ext_proc")
+    return float(scheduled["typed_config"]["message_timeout"].removesuffix("s"))
+
+
 def test_the_dead_one_of_several_schedulers_gets_one_request() -> None:
     alone, three = (
         cluster(build(Options(peers=peers)), "ext_proc")["outlier_detection"]
