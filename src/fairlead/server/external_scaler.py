@@ -1,9 +1,9 @@
 """An external scaler for KEDA over gRPC (`externalscaler.proto` of KEDA 2): how many model servers there should be.
 
-`GetMetrics` returns the value of `fairlead_desired_replicas`. While too little is known, it returns the present number
-of pods, so that KEDA changes nothing. `GetMetricSpec` returns the target 1, because the value is the total number.
-`IsActive` and `StreamIsActive` are true while `GetMetrics` does not return 0. KEDA uses them to scale to zero and back:
-a request that waits in an empty pool is reported within `LOOK_S`.
+`GetMetrics` returns the value of `fairlead_desired_replicas`. While too little is known, it ends with UNAVAILABLE: an
+autoscaler without a number changes nothing. `GetMetricSpec` returns the target 1, because the value is the total.
+`IsActive` and `StreamIsActive` are true while that number, or if it is unknown the number of pods, is not 0. KEDA uses
+them to scale to zero and back: a request that waits in an empty pool is reported within `LOOK_S`.
 
 The trigger's metadata, which KEDA sends as `scalerMetadata`, may name a `role`. Then all these numbers are of the pods
 with that role. Without it they are of the whole pool.
@@ -57,9 +57,13 @@ class ExternalScaler:
             watcher.end()
         await self._server.close(0.0)
 
-    def wanted(self, role: str) -> int:
+    def active(self, role: str) -> bool:
         desired = self._desired(role)
-        return self._present(role) if desired is None else desired
+        return (self._present(role) if desired is None else desired) > 0
+
+    def _metrics(self, role: str) -> bytes | None:
+        desired = self._desired(role)
+        return None if desired is None else _metric(desired)
 
     def role(self, message: bytes, nested: bool) -> str:
         """The role in a `ScaledObjectRef`, or in the one in field 1. Raises `ProtocolError`, also if it is unknown."""
@@ -71,11 +75,9 @@ class ExternalScaler:
 
     def _routes(self) -> Routes:
         return {
-            SERVICE + "IsActive": lambda stream, _: _Unary(self, stream, lambda role: number(1, self.wanted(role) > 0)),
+            SERVICE + "IsActive": lambda stream, _: _Unary(self, stream, lambda role: number(1, self.active(role))),
             SERVICE + "GetMetricSpec": lambda stream, _: _Unary(self, stream, lambda role: _metric(1)),
-            SERVICE + "GetMetrics": lambda stream, _: _Unary(
-                self, stream, lambda role: _metric(self.wanted(role)), nested=True
-            ),
+            SERVICE + "GetMetrics": lambda stream, _: _Unary(self, stream, self._metrics, nested=True),
             SERVICE + "StreamIsActive": lambda stream, _: _Activity(self, stream),
         }
 
@@ -89,7 +91,7 @@ class ExternalScaler:
 
     def _tick(self) -> None:
         for watcher in list(self._watchers):
-            watcher.tell(self.wanted(watcher.role) > 0)
+            watcher.tell(self.active(watcher.role))
         self._ticker = asyncio.get_running_loop().call_later(LOOK_S, self._tick) if self._watchers else None
 
 
@@ -109,10 +111,11 @@ def _parts(message: bytes) -> list[tuple[int, bytes]]:
 
 
 class _Unary:
-    """Answers the first message. `nested`: the `ScaledObjectRef` is in its field 1."""
+    """Answers the first message; no answer = the number is not known. `nested`: the `ScaledObjectRef` is in its field
+    1."""
 
     def __init__(
-        self, scaler: ExternalScaler, stream: ServerStream, answer: Callable[[str], bytes], nested: bool = False
+        self, scaler: ExternalScaler, stream: ServerStream, answer: Callable[[str], bytes | None], nested: bool = False
     ) -> None:
         self._scaler, self._stream, self._answer, self._nested = scaler, stream, answer, nested
 
@@ -122,7 +125,11 @@ class _Unary:
         except ProtocolError as error:
             self._stream.finish(Status.INVALID_ARGUMENT, str(error))
             return
-        self._stream.send(self._answer(role))
+        answer = self._answer(role)
+        if answer is None:
+            self._stream.finish(Status.UNAVAILABLE, "the number is not known yet")
+            return
+        self._stream.send(answer)
         self._stream.finish()
 
     def on_half_close(self) -> None:

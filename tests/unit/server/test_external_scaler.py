@@ -87,18 +87,30 @@ async def test_keda_scales_by_the_desired_number() -> None:
     async with pool.asked() as channel:
         (spec,) = (await call(channel, "GetMetricSpec", "GetMetricSpecResponse")).metricSpecs
         assert (spec.metricName, spec.targetSize, spec.targetSizeFloat) == ("fairlead_desired_replicas", 1, 1.0)
-        for desired, told, active in ((None, 3, True), (0, 0, False), (300, 300, True)):
+        for desired, active in ((0, False), (300, True)):
             pool.desired = desired
             (value,) = (await call(channel, "GetMetrics", "GetMetricsResponse")).metricValues
-            assert (value.metricName, value.metricValue, value.metricValueFloat) == (spec.metricName, told, float(told))
+            read = value.metricName, value.metricValue, value.metricValueFloat
+            assert read == (spec.metricName, desired, float(desired))
             assert (await call(channel, "IsActive", "IsActiveResponse")).result is active
+
+
+async def test_an_unknown_number_is_an_error_so_that_the_pool_is_kept() -> None:
+    """The pods that are ready are no number to scale by: with it, the pods that still load would be removed."""
+    pool = Pool()
+    pool.desired = None
+    async with pool.asked() as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await call(channel, "GetMetrics", "GetMetricsResponse")
+        assert unknown.value.code() is grpc.StatusCode.UNAVAILABLE and "not known" in (unknown.value.details() or "")
+        assert (await call(channel, "IsActive", "IsActiveResponse")).result is True
 
 
 async def test_each_role_is_scaled_by_its_own_number() -> None:
     pool = Pool()
-    pool.roles, pool.desired, pool.by_role = ["prefill", "decode"], 7, {"prefill": 0, "decode": None}
+    pool.roles, pool.desired, pool.by_role = ["prefill", "decode"], 7, {"prefill": 0, "decode": 2}
     async with pool.asked() as channel:
-        for role, told in (("prefill", 0), ("decode", 3 + len("decode")), ("", 7)):
+        for role, told in (("prefill", 0), ("decode", 2), ("", 7)):
             (spec,) = (await call(channel, "GetMetricSpec", "GetMetricSpecResponse", role=role)).metricSpecs
             (value,) = (await call(channel, "GetMetrics", "GetMetricsResponse", role=role)).metricValues
             assert (value.metricName, value.metricValue) == (spec.metricName, told)
