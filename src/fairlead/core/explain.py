@@ -35,6 +35,8 @@ from fairlead.core.table import FLOATS
 
 #: Accepted instead of a decision's id: the newest decision.
 LAST = "last"
+#: What vLLM puts before the request's id to make that of the answer.
+_ANSWERS = ("chatcmpl-", "cmpl-", "resp_", "msg_", "embd-", "pool-", "score-", "rerank-", "classify-")
 #: Share of the total within which the default policy may have treated endpoints as equal: its `nearTie` and a margin.
 _NEAR = 0.12
 
@@ -440,3 +442,8 @@ def _known(value: float) -> float | None:
 
 def _rank(value: float) -> float:
     return float(value) if isfinite(value) else -np.inf
+
+
+def of_answer(name: str) -> str:
+    """The client's request id in the id of an answer (`chatcmpl-ID`); empty = it is none."""
+    return next((name.removeprefix(prefix) for prefix in _ANSWERS if name.startswith(prefix)), "")

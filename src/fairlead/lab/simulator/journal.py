@@ -15,7 +15,7 @@ from msgspec.structs import asdict, replace
 
 from fairlead.core.errors import ConfigError
 from fairlead.core.events import RequestArrived
-from fairlead.core.explain import LAST
+from fairlead.core.explain import LAST, of_answer
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.request import Request
 from fairlead.server.journal.blocks import Damage, blocks
@@ -200,8 +200,9 @@ class JournaledDecision(Struct):
 
 
 def search(path: Path, wanted: str, run: str = "") -> JournaledDecision:
-    """Find a decision by our number for the request, a decision id (`run.number`), or the client's x-request-id. If
-    several match, the newest is returned. `LAST` finds the newest decision. `run`: search only this one; empty = all.
+    """Find a decision by our number for the request, a decision id (`run.number`), or the client's x-request-id, also
+    in the id of an answer. If several match, the newest is returned. `LAST` finds the newest decision. `run`: search
+    only this one; empty = all.
 
     Raises `JournalError` or `OSError`.
     """
@@ -222,6 +223,8 @@ def search(path: Path, wanted: str, run: str = "") -> JournaledDecision:
             entry = _in_run(candidate, wanted if number is None else number)
             if entry is not None:
                 return entry
+    if of_answer(wanted):
+        return search(path, of_answer(wanted), run)
     what = f"run {run}" if run else f"{len(there)} run{'s' if len(there) > 1 else ''}"
     raise JournalError(f"no decision {wanted!r} in {what} of {path}; the journal may have dropped or not sampled it")
 

@@ -20,7 +20,7 @@ import numpy as np
 from msgspec import Struct
 
 from fairlead.core.errors import FairleadError
-from fairlead.core.explain import LAST, Explanation, explain, why_split, why_waited
+from fairlead.core.explain import LAST, Explanation, explain, of_answer, why_split, why_waited
 from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord, Snapshot, SplitCosts, Trace, Waited
 
 #: At most this many candidates are shown per decision: the chosen one first, then the best.
@@ -86,13 +86,13 @@ class Journal:
 
     def find(self, wanted: str) -> tuple[DecisionRecord, OutcomeRecord | None] | None:
         """The newest decision with that name; `None` = there is none. A name is our request number, a decision id, or
-        the client's x-request-id. `LAST` = the newest decision of all."""
+        the client's x-request-id, also in the id of an answer. `LAST` = the newest decision of all."""
         number = request_number(wanted)
         for entry in reversed(self._entries):
             request = entry.decision.request
             if wanted == LAST or request.id == number or (wanted and request.external_id == wanted):
                 return entry.decision, entry.outcome
-        return None
+        return self.find(of_answer(wanted)) if of_answer(wanted) else None
 
     def _drop_oldest(self) -> None:
         entry = self._entries.popleft()

@@ -204,7 +204,7 @@ def test_the_page_of_one_decision(recorded: Any) -> None:
     record = records(recorded)[-1]
     assert journal.find("nobody") is None
     assert journal.find("last") == journal.find(str(record.request.id))
-    for name in (str(record.request.id), f"0000cafe.{record.request.id:016x}"):
+    for name in (str(record.request.id), f"0000cafe.{record.request.id:016x}", f"resp_{record.request.id}"):
         found = journal.find(name)
         assert found is not None
         assert found[0] is record
@@ -294,6 +294,7 @@ def test_of_several_that_waited_over_the_edge_the_one_decided_last_is_the_newest
     later = [(decided(2.1, 2), decided(2.4, 1)), (decided(2.5, 3), arrived(2.6, 5))]
     write(tmp_path, [(arrived(1.0, 1, "same"), arrived(1.1, 2, "same"), arrived(1.2, 3), arrived(1.3, 4)), *later])
     assert search(tmp_path, "same").decision.request.id == 1
+    assert search(tmp_path, "chatcmpl-same").decision.request.id == 1, "vLLM makes the answer's id of it"
     assert search(tmp_path, "last").decision.request.id == 3
 
 
