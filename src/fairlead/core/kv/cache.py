@@ -2,7 +2,7 @@
 of copies), and the blocks whose parent is not known yet (orphans)."""
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from msgspec import Struct, field
@@ -47,7 +47,7 @@ class Shelf(Struct, eq=False):
 
 #: Kinds of attention whose cached blocks are useful for every longer prompt. For the others (sliding window, Mamba,
 #: chunked local, cross attention) only the last blocks are, so indexing their groups would show prefixes that are not
-#: usable.
+#: usable. See `Tail`.
 WHOLE_PREFIX_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 
 
@@ -108,6 +108,51 @@ def _heads() -> deque[Head]:
     return deque(maxlen=_HEADS // 2)
 
 
+class Tail(Struct, eq=False):
+    """The blocks of a group that a hit needs only at its end: those of a sliding window, or Mamba's last state. Engine
+    hashes get their keys from the blocks of full attention, which are stored later in the same batch."""
+
+    #: Tokens per block, and blocks before the end of a hit that must be held.
+    block_size: int
+    needed: int
+    #: By engine hash.
+    copies: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    key_of: dict[int, int] = {}
+    keys: set[int] = set()
+
+    def remove(self, digest: int) -> None:
+        """Remove one copy of a block. Blocks that are not known are ignored."""
+        left = self.copies.get(digest, 0) - 1
+        if left > 0:
+            self.copies[digest] = left
+        elif not left:
+            self.drop(digest)
+
+    def drop(self, digest: int) -> None:
+        """Remove all copies of a block."""
+        del self.copies[digest]
+        if (key := self.key_of.pop(digest, None)) is not None:
+            self.keys.discard(key)
+
+    def name(self, digest: int, key: int) -> None:
+        """Note the key of a block, if this group holds it."""
+        if digest in self.copies:
+            self.key_of[digest] = key
+            self.keys.add(key)
+
+    def end(self, keys: Sequence[int], most: int) -> int:
+        """Return the longest hit of at most `most` blocks of a prompt: the blocks before its end are held."""
+        run = 0
+        for place in range(most - 1, -1, -1):
+            if keys[place] not in self.keys:
+                most, run = place, 0
+            else:
+                run += 1
+                if run == self.needed:
+                    break
+        return most
+
+
 class RankCache(Struct, eq=False):
     """The blocks of one rank, created by `KvIndex.rank`. `model`: the base model, to which its blocks belong. `lives`:
     how often a new engine had been found at its endpoint when this one was."""
@@ -121,6 +166,8 @@ class RankCache(Struct, eq=False):
     units: dict[int, int] = {}
     #: The reported kind of attention of each group.
     kinds: dict[int, str] = {}
+    #: The groups that a hit needs only at its end, and whose need is known.
+    tails: dict[int, Tail] = {}
     #: History is missing, so unknown blocks may be cached, and some known blocks may be gone. Or see `dropped`.
     provisional: bool = False
     #: The index dropped blocks to stay within its bounds. Only a cleared or new cache is complete again.
@@ -169,6 +216,16 @@ class RankCache(Struct, eq=False):
         else:
             kind = self.kinds.get(group, "")
         return not kind or kind in WHOLE_PREFIX_KINDS
+
+    def hit(self, keys: Sequence[int], blocks: int) -> int:
+        """Return how many of the leading `blocks`, which full attention has, all groups can use."""
+        longest = -1
+        while longest != blocks:
+            longest = blocks
+            for tail in self.tails.values():
+                if tail.block_size == self.block_size:
+                    blocks = tail.end(keys, blocks)
+        return blocks
 
     def note_size(self, size: int, tier: Tier) -> None:
         """Blocks of `size` tokens are stored in a tier. With too many sizes, the one known longest is forgotten."""

@@ -4,7 +4,8 @@
 `block_evicted` = `BlocksRemoved`, `block_offloaded` = `BlocksStored` without tokens and with a slower medium.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 from msgspec import Struct
@@ -43,6 +44,8 @@ class BlocksStored(Struct, gc=False):
     kind: str = ""
     #: What else identifies each block (multimodal items, cache salt), without the adapter; `None` = nothing.
     extras: Sequence[tuple[str, ...]] | None = None
+    #: Tokens that a sliding-window group attends to; 0 = not reported.
+    window: int = 0
 
 
 class BlocksRemoved(Struct, gc=False):
@@ -89,7 +92,10 @@ def apply(index: KvIndex, cache: RankCache, event: KvEvent, now: float) -> Itera
         if not cache.behind:  # a replay tells what happened long ago
             cache.note_emptied()
         return None
-    shelf = cache.shelves.get((cache.group_of(event.group), tier_of(event.medium)))
+    group = cache.group_of(event.group)
+    if tail := cache.tails.get(group):
+        return _in_steps(event.hashes, tail.remove)
+    shelf = cache.shelves.get((group, tier_of(event.medium)))
     if shelf is None:
         cache.counts.removed_unknown += len(event.hashes)
         return None
@@ -115,6 +121,8 @@ def _store(index: KvIndex, cache: RankCache, event: BlocksStored, now: float) ->
     if not cache.indexable(group, event.kind):
         if event.group != UNNAMED:
             index.clear_group(cache, group)  # its first events may have come without its kind
+            if tail := index.tail(cache, group, event.block_size, event.window):
+                return _in_steps(event.hashes, partial(index.store_tail, cache, tail))
         return None
     if not hashes:
         return None
@@ -141,6 +149,23 @@ def _store(index: KvIndex, cache: RankCache, event: BlocksStored, now: float) ->
     for _ in steps:
         pass
     return None
+
+
+def _in_steps(hashes: list[int], change: Callable[[int], None]) -> Iterator[int] | None:
+    steps = _each(hashes, change)
+    if len(hashes) > STEP:
+        return steps
+    for _ in steps:
+        pass
+    return None
+
+
+def _each(hashes: list[int], change: Callable[[int], None]) -> Iterator[int]:
+    for start in range(0, len(hashes), STEP):
+        step = hashes[start : start + STEP]
+        for digest in step:
+            change(digest)
+        yield len(step)
 
 
 class _Store:

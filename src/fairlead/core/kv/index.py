@@ -4,7 +4,8 @@ Rules
 * A holder is (endpoint, rank, group, tier). A block is *held* while more copies were stored there than removed: engines
   report each physical copy, and with two copies the first removal changes nothing (vLLM 0.32, measured).
 * A match has no gap from the first block on. Within a rank a block may be in any tier, and counts in the fastest. Over
-  groups the shortest match counts, since all groups of a model need the block. Ranks match one by one.
+  groups the shortest match counts, since all groups of a model need the block. It is cut to where sliding-window and
+  Mamba groups (`Tail`) hold what a hit needs. Ranks match one by one.
 * Clearing takes effect immediately and is cheap: the rank's blocks are disowned and removed later, piece by piece
   (`tend`). No call does more than about 0.3 ms of work.
 * Memory is bounded by `max_blocks` copies. To make room, the shelf that has just grown is evicted from if it has more
@@ -12,13 +13,13 @@ Rules
 * The caller passes the time, in seconds.
 """
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from fairlead.core.kv.blocks import BlockTable
-from fairlead.core.kv.cache import EVERYONE, MOST_GROUPS, Orphans, RankCache, Shelf
+from fairlead.core.kv.cache import EVERYONE, MOST_GROUPS, Orphans, RankCache, Shelf, Tail
 from fairlead.core.kv.keys import KeySpace, OwnSpace
 from fairlead.core.kv.match import BlockChain, KvMatch, Matcher
 from fairlead.core.kv.speculation import Speculation
@@ -34,6 +35,10 @@ _SHELF_RESERVE = 128
 _MOST_ADAPTERS = 10_000
 #: Segments in which used blocks are spared, per search for blocks to evict.
 _LOOKS = 3
+#: Estimated bytes per block of a tail.
+_TAIL_BYTES = 350
+#: The part of `max_blocks` that a rank's tail of one group may have.
+_TAIL_SHARE = 64
 
 
 class KvIndex:
@@ -126,6 +131,8 @@ class KvIndex:
             self.clear_group(cache, group)
         cache.dropped = False
         cache.sizes = {}
+        for tail in cache.tails.values():
+            tail.copies, tail.key_of, tail.keys = OrderedDict(), {}, set()
 
     def clear_group(self, cache: RankCache, group: int) -> None:
         """Forget all blocks of one group of a rank, like `clear_rank`."""
@@ -143,7 +150,7 @@ class KvIndex:
     def restarted(self, cache: RankCache) -> None:
         """Forget all of one rank, because there is a new engine, whose history begins."""
         self.clear_rank(cache)
-        cache.kinds = {}
+        cache.kinds, cache.tails = {}, {}
         cache.numbered = cache.provisional = False
         self.lives[cache.slot] += 1
         cache.lives = self.lives[cache.slot]
@@ -181,6 +188,9 @@ class KvIndex:
         admitted = self.blocks.store(shelf, hashes, keys, depth, copies)
         self.entries += admitted
         self.admitted += admitted
+        for tail in shelf.cache.tails.values():
+            for digest, key in zip(hashes, keys, strict=True):
+                tail.name(digest, key)
         if len(self.orphans):
             model = shelf.cache.model
             for index, digest in enumerate(hashes):
@@ -191,6 +201,27 @@ class KvIndex:
         self.matcher.note_use = 4 * total > 3 * self.max_blocks
         if total > self.max_blocks:
             self._make_room(shelf)
+
+    def tail(self, cache: RankCache, group: int, size: int, window: int) -> Tail | None:
+        """Return the blocks of a group that a hit needs only at its end. `None` = how many it needs is not known."""
+        tail = cache.tails.get(group)
+        kind = cache.kinds.get(group)
+        if tail is None and size > 0 and (kind == "mamba" or (kind == "sliding_window" and window > 1)):
+            tail = cache.tails[group] = Tail(size, 1 if kind == "mamba" else -(-(window - 1) // size))
+            self.matcher.changed()
+        return tail
+
+    def store_tail(self, cache: RankCache, tail: Tail, digest: int) -> None:
+        """Store one copy of a block there. The oldest block falls if there are too many."""
+        if digest in tail.copies:
+            tail.copies[digest] += 1
+            return
+        tail.copies[digest] = 1
+        if (key := cache.key_of(digest)) is not None:
+            tail.name(digest, key)
+        if len(tail.copies) > self.max_blocks // _TAIL_SHARE:
+            tail.drop(next(iter(tail.copies)))
+            cache.provisional = cache.dropped = True
 
     def restore(self, shelf: Shelf, digest: int, key: int, depth: int, copies: int) -> None:
         """Store a block from a snapshot, unless events have already reported it."""
@@ -239,7 +270,8 @@ class KvIndex:
     def nbytes(self) -> int:
         """The estimated memory in use, in bytes."""
         tables = sum(shelf.table.nbytes + 1000 for shelf in (*self.shelves(), *self._dead))
-        return tables + self.blocks.nbytes + self.orphans.nbytes + self.speculation.nbytes
+        tails = sum(len(tail.copies) for cache in self.caches() for tail in cache.tails.values())
+        return tables + _TAIL_BYTES * tails + self.blocks.nbytes + self.orphans.nbytes + self.speculation.nbytes
 
     @property
     def idle(self) -> bool:

@@ -111,8 +111,10 @@ class _Layout(NamedTuple):
     ranks: Positions
     #: Slots with several ranks, and how many they have.
     several: tuple[Positions, Positions]
-    #: Whether every slot has exactly one unit.
+    #: Whether every slot has exactly one unit, and no rank has groups that count only at a hit's end.
     plain: bool
+    #: These ranks, and the columns of their units.
+    tailed: list[tuple[int, RankCache]]
     #: Bits of one plane that stand for storage shared by all endpoints; `None` = there is none.
     shared: NDArray[np.uint64] | None
     #: One of its units; -1 = there is none.
@@ -173,8 +175,9 @@ class Matcher:
 
     def _lay_out(self) -> _Layout:
         numbers: dict[int, int] = {}
-        units, slots, caches, ranks = [], [], [], []
+        units, slots, caches, ranks = list[int](), list[int](), list[int](), list[int]()
         places = {id(cache): rank for held in self._caches.values() for rank, cache in enumerate(held.values())}
+        tailed: list[tuple[int, RankCache]] = []
         several = {slot: len(held) for slot, held in self._caches.items() if len(held) > 1 and slot != EVERYONE}
         shared, shared_unit = 0, -1
         for unit, cache in enumerate(self._units):
@@ -184,6 +187,8 @@ class Matcher:
                 shared, shared_unit = shared | 1 << unit, unit
                 continue
             units.append(unit)
+            if cache.tails:
+                tailed.append((len(slots), cache))
             slots.append(cache.slot)
             caches.append(numbers.setdefault(id(cache), len(numbers)))
             ranks.append(places.get(id(cache), 0))
@@ -193,7 +198,8 @@ class Matcher:
             np.array(caches, np.int64),
             np.array(ranks, np.int64),
             (np.array([*several], np.int64), np.array([*several.values()], np.int64)),
-            len(set(slots)) == len(slots),
+            len(set(slots)) == len(slots) and not tailed,
+            tailed,
             self._blocks.holders.words(shared) if shared else None,
             shared_unit,
         )
@@ -309,6 +315,11 @@ def _by_slot(
     blocks = tiers.sum(axis=0)
     owners, ranks = layout.slots, layout.ranks
     if not layout.plain:
+        keys = chain.keys.tolist() if layout.tailed else []
+        for column, cache in layout.tailed if layout.shared is None else ():
+            held = blocks[column]
+            blocks[column] = cache.hit(keys, int(held))
+            tiers[:, column] *= blocks[column] / max(held, 1.0)
         order = np.lexsort((blocks, layout.caches))
         caches = layout.caches[order]
         shortest = order[np.flatnonzero(np.diff(caches, prepend=-1))]

@@ -114,7 +114,7 @@ def save(index: KvIndex, endpoints: Mapping[int, str], hold: Hold) -> Generator[
 
 def _copies(endpoint: str, cache: RankCache, place: Place | None) -> Iterator[_ShelfPart]:
     """Iterate over the blocks of a rank by segment, still without depths."""
-    if place is None or place.last < 0:
+    if place is None or place.last < 0 or cache.tails:  # a replay from the start knows tails, a snapshot does not
         return
     for shelf in list(cache.shelves.values()):
         segment = 0

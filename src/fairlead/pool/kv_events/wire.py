@@ -342,6 +342,7 @@ class _MapStored(Struct, tag_field="type", tag="BlockStored"):
     extra_keys: Raw = _NO_EXTRAS
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
 
 
 class _MapRemoved(Struct, tag_field="type", tag="BlockRemoved"):
@@ -512,6 +513,7 @@ def _stored(raw: _MapStored) -> BlocksStored:
         _group(raw.group_idx),
         raw.kv_cache_spec_kind or "",
         extras_of(bytes(raw.extra_keys), raw.lora_name, len(hashes)) if tokens else None,
+        raw.kv_cache_spec_sliding_window or 0,
     )
 
 

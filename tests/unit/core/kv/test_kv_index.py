@@ -63,6 +63,35 @@ def test_groups_that_do_not_keep_whole_prefixes_are_skipped() -> None:
     assert one.depths(range(4)) == [3, 0, 0]
 
 
+def test_a_hit_ends_where_every_group_holds_its_last_blocks() -> None:
+    # As vLLM 0.32 reports a prompt of 10 blocks with a sliding window of 9 tokens: the sliding group first, with the
+    # tokens of all blocks, but only its last blocks; then the group of full attention.
+    one = Fixture()
+    sliding = BlocksStored([108, 109], 0, tokens(*range(10)), BLOCK, group=0, kind="sliding_window", window=9)
+    one.apply(sliding)
+    one.store(range(10), group=1, kind="full_attention")
+    assert one.depths(range(10)) == [10, 0, 0]
+    assert one.depths(range(9)) == [0, 0, 0]  # a branch: the blocks of its window are gone
+    one.apply(BlocksStored([103, 104], 0, tokens(*range(5)), BLOCK, group=0, kind="sliding_window", window=9))
+    assert one.depths(range(7)) == [5, 0, 0]
+    one.apply(sliding)
+    one.apply(BlocksRemoved([109], group=0))
+    assert one.depths(range(10)) == [10, 0, 0]  # one copy is left
+    one.apply(BlocksRemoved([109], group=0))
+    assert one.depths(range(10)) == [5, 0, 0]
+    one.apply(AllCleared())
+    one.store(range(10), group=1)
+    assert one.depths(range(10)) == [0, 0, 0]
+
+
+def test_a_hit_ends_with_a_state_of_each_mamba_group() -> None:
+    one = Fixture()
+    for group, ends in ((0, [101, 103]), (1, [101])):
+        one.apply(BlocksStored(ends, 0, tokens(*range(4)), BLOCK, group=group, kind="mamba"))
+    one.store(range(4), group=2, kind="full_attention")
+    assert one.depths(range(4)) == [2, 0, 0]
+
+
 def test_a_group_whose_kind_is_reported_late_is_no_longer_counted() -> None:
     one = Fixture()
     one.store(range(2), group=0)
