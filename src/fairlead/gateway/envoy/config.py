@@ -350,6 +350,7 @@ def _connection_manager(options: Options, outside: bool = True) -> Json:
     # The other listener has already authenticated the requests that it passes on.
     own = (_cors(options), authentication(options), upstream_token(options))
     cors, asks, token = own if outside else ([], [], [])
+    scheduled = http_filters(options if outside else _patient(options))
     at_entry: list[Json] = [{"remove": name} for name in (*AT_ENTRY, *(FAIRNESS_HEADERS if asks else ()))]
     own_id = {"key": GATEWAY_ID, "value": "%UNIQUE_ID%"}
     chunked = {"key": CHUNKED, "value": "%REQ(transfer-encoding)%"}
@@ -394,13 +395,7 @@ def _connection_manager(options: Options, outside: bool = True) -> Json:
         ],
         "local_reply_config": local_replies(),
         "route_config": route_config(options, outside),
-        "http_filters": [
-            *cors,
-            *asks,
-            *token,
-            *bound(options, outside),
-            *http_filters(options if outside else _patient(options)),
-        ],
+        "http_filters": [*cors, *asks, *token, *bound(options, outside), *scheduled],
     }
     logs = access_logs(options)
     if logs:
