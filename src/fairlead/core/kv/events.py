@@ -94,24 +94,12 @@ def apply(index: KvIndex, cache: RankCache, event: KvEvent, now: float) -> Itera
         return None
     group = cache.group_of(event.group)
     if tail := cache.tails.get(group):
-        return _in_steps(event.hashes, tail.remove)
+        return _in_steps(_each(event.hashes, tail.remove), len(event.hashes))
     shelf = cache.shelves.get((group, tier_of(event.medium)))
     if shelf is None:
         cache.counts.removed_unknown += len(event.hashes)
         return None
-    if len(event.hashes) > STEP:
-        return _remove_many(index, shelf, event)
-    for digest in event.hashes:
-        index.remove(shelf, digest)
-    return None
-
-
-def _remove_many(index: KvIndex, shelf: Shelf, event: BlocksRemoved) -> Iterator[int]:
-    for start in range(0, len(event.hashes), STEP):
-        step = event.hashes[start : start + STEP]
-        for digest in step:
-            index.remove(shelf, digest)
-        yield len(step)
+    return _in_steps(_each(event.hashes, partial(index.remove, shelf)), len(event.hashes))
 
 
 def _store(index: KvIndex, cache: RankCache, event: BlocksStored, now: float) -> Iterator[int] | None:
@@ -122,7 +110,7 @@ def _store(index: KvIndex, cache: RankCache, event: BlocksStored, now: float) ->
         if event.group != UNNAMED:
             index.clear_group(cache, group)  # its first events may have come without its kind
             if tail := index.tail(cache, group, event.block_size, event.window):
-                return _in_steps(event.hashes, partial(index.store_tail, cache, tail))
+                return _in_steps(_each(hashes, partial(index.store_tail, cache, tail)), len(hashes))
         return None
     if not hashes:
         return None
@@ -144,16 +132,12 @@ def _store(index: KvIndex, cache: RankCache, event: BlocksStored, now: float) ->
             store.step(hashes, tokens if isinstance(tokens, bytes) else tokens.take(count), event.extras)
             return None
         steps = store.steps(most)
-    if len(hashes) > most:
-        return steps
-    for _ in steps:
-        pass
-    return None
+    return _in_steps(steps, len(hashes), most)
 
 
-def _in_steps(hashes: list[int], change: Callable[[int], None]) -> Iterator[int] | None:
-    steps = _each(hashes, change)
-    if len(hashes) > STEP:
+def _in_steps(steps: Iterator[int], blocks: int, most: int = STEP) -> Iterator[int] | None:
+    """Return the steps of a change of so many blocks, or do it if it has no more than one step."""
+    if blocks > most:
         return steps
     for _ in steps:
         pass

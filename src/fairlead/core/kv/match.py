@@ -175,7 +175,7 @@ class Matcher:
 
     def _lay_out(self) -> _Layout:
         numbers: dict[int, int] = {}
-        units, slots, caches, ranks = list[int](), list[int](), list[int](), list[int]()
+        units, slots, caches, ranks = [], [], [], []
         places = {id(cache): rank for held in self._caches.values() for rank, cache in enumerate(held.values())}
         tailed: list[tuple[int, RankCache]] = []
         several = {slot: len(held) for slot, held in self._caches.items() if len(held) > 1 and slot != EVERYONE}
@@ -187,9 +187,9 @@ class Matcher:
                 shared, shared_unit = shared | 1 << unit, unit
                 continue
             units.append(unit)
-            if cache.tails:
-                tailed.append((len(slots), cache))
             slots.append(cache.slot)
+            if cache.tails:
+                tailed.append((len(slots) - 1, cache))
             caches.append(numbers.setdefault(id(cache), len(numbers)))
             ranks.append(places.get(id(cache), 0))
         self._layout = layout = _Layout(
