@@ -223,8 +223,8 @@ def search(path: Path, wanted: str, run: str = "") -> JournaledDecision:
             entry = _in_run(candidate, wanted if number is None else number)
             if entry is not None:
                 return entry
-    if of_answer(wanted):
-        return search(path, of_answer(wanted), run)
+    if inner := of_answer(wanted):
+        return search(path, inner, run)
     what = f"run {run}" if run else f"{len(there)} run{'s' if len(there) > 1 else ''}"
     raise JournalError(f"no decision {wanted!r} in {what} of {path}; the journal may have dropped or not sampled it")
 

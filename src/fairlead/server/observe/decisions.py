@@ -92,7 +92,8 @@ class Journal:
             request = entry.decision.request
             if wanted == LAST or request.id == number or (wanted and request.external_id == wanted):
                 return entry.decision, entry.outcome
-        return self.find(of_answer(wanted)) if of_answer(wanted) else None
+        inner = of_answer(wanted)
+        return self.find(inner) if inner else None
 
     def _drop_oldest(self) -> None:
         entry = self._entries.popleft()

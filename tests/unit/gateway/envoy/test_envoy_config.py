@@ -26,13 +26,13 @@ from fairlead.gateway.envoy.options import Options, Tls
 from fairlead.gateway.envoy.routes import CHUNKED
 
 
-def manager(bootstrap: dict[str, Any]) -> dict[str, Any]:
-    listener = bootstrap["static_resources"]["listeners"][0]
+def manager(bootstrap: dict[str, Any], number: int = 0) -> dict[str, Any]:
+    listener = bootstrap["static_resources"]["listeners"][number]
     return dict(listener["filter_chains"][0]["filters"][0]["typed_config"])
 
 
-def ext_proc(bootstrap: dict[str, Any]) -> dict[str, Any]:
-    (found,) = [f for f in manager(bootstrap)["http_filters"] if f["name"] == "envoy.filters.http.ext_proc"]
+def ext_proc(bootstrap: dict[str, Any], number: int = 0) -> dict[str, Any]:
+    (found,) = [f for f in manager(bootstrap, number)["http_filters"] if f["name"] == "envoy.filters.http.ext_proc"]
     return dict(found["typed_config"])
 
 
@@ -115,15 +115,9 @@ def test_large_uploads_have_time_to_be_sent_to_the_scheduler() -> None:
     """The time begins before the body is sent, and bodies of one moment are read one after the other."""
     timeouts = []
     for options in (Options(), Options(body_limit=16 << 20, message_timeout=2.0), Options(queue_timeout=5.0)):
-        outside, uploads = build(options)["static_resources"]["listeners"]
-        timeouts.append((patience(outside), patience(uploads)))
+        filters = (ext_proc(build(options), number) for number in (0, 1))
+        timeouts.append(tuple(float(each["message_timeout"].removesuffix("s")) for each in filters))
     assert timeouts == [(1.0, 9.0), (2.0, 4.0), (1.0, 5.0)]
-
-
-def patience(listener: Any) -> float:
-    filters = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
-    (scheduled,) = (each for each in filters if each["name"] == "envoy.filters.http.ext_proc")
-    return float(scheduled["typed_config"]["message_timeout"].removesuffix("s"))
 
 
 def test_the_dead_one_of_several_schedulers_gets_one_request() -> None:
