@@ -190,6 +190,16 @@ def slice_object(
     }
 
 
+async def empty_slice(client: KubeClient, namespace: str, seen: Slice) -> None:
+    """Remove the addresses of a slice that a former leader wrote, unless it has changed since. Raises `KubeError` and
+    `Unreachable`."""
+    place = Place(seen.addresses[0])
+    service = Service(seen.service, seen.owner, tuple(sorted(seen.ports, key=lambda port: port.name)))
+    value = slice_object(service, namespace, place, seen.lease, seen.version, empty=True)
+    slices = Resource(GROUP, VERSION, "endpointslices", namespace)
+    await client.put(slices, slice_name(seen.service, place), value, seen.version)
+
+
 def _endpoint(place: Place, namespace: str) -> Mapping[str, Any]:
     made: dict[str, Any] = {
         "addresses": [place.address],
@@ -220,7 +230,8 @@ REPAIR_S, RETRY_S = 1.0, 1.0
 #: Seconds after which the service is read again. Seconds for which a slice written by another lease's holder is left
 #: unchanged: at first, and at most.
 SERVICE_S, FOREIGN_S, FOREIGN_MAX_S = 30.0, 30.0, 3600.0
-_CONFLICTS = (404, 409)
+#: Codes of an answer to a write: the object is another one by now, or is gone.
+CONFLICTS = (404, 409)
 
 
 class EndpointSlicePublisher:
@@ -330,7 +341,7 @@ class EndpointSlicePublisher:
             self._named = True
             self._say("")
         except (KubeError, Unreachable, Unreadable) as error:
-            if isinstance(error, KubeError) and error.code in _CONFLICTS and self._current:
+            if isinstance(error, KubeError) and error.code in CONFLICTS and self._current:
                 return await self._look()
             self._say(f"the service {self._namespace}/{self._name} does not point to this replica: {error}")
             return RETRY_S
@@ -343,8 +354,7 @@ class EndpointSlicePublisher:
         with contextlib.suppress(KubeError, Unreachable, Unreadable):
             seen = read_slice(await self._client.read(self._slices, name))
             if seen.addresses and seen.lease == self._lease and self._leading:
-                value = slice_object(service, self._namespace, former, self._lease, seen.version, empty=True)
-                await self._client.put(self._slices, name, value, seen.version)
+                await empty_slice(self._client, self._namespace, seen)
 
     def _left_to_other(self) -> float:
         """Seconds for which the slice is still left to the holder of another lease; not positive = overwrite it now."""

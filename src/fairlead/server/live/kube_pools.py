@@ -15,15 +15,18 @@ from msgspec import Struct, field
 
 from fairlead.config.schema import Kubernetes
 from fairlead.core.models import ModelSet
-from fairlead.pool.aio import cancelled
-from fairlead.pool.kube.client import Resource
+from fairlead.pool.aio import cancelled, set_within
+from fairlead.pool.kube.client import KubeError, Resource, Unreachable
 from fairlead.pool.kube.endpoint_slice import (
+    CONFLICTS,
     GROUP,
     KEEPER,
     KEEPER_LABEL,
+    RETRY_S,
     VERSION,
     EndpointSlicePublisher,
     Slice,
+    empty_slice,
     read_slice,
     slice_name,
 )
@@ -89,6 +92,10 @@ class KubePools(KubeLink):
         #: The tasks that maintain the EndpointSlice of each service, by namespace and service.
         self._keeping: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        #: Set when there may be slices to empty.
+        self._leftover = asyncio.Event()
+        if self._place is not None:
+            self.work.append((self._empty_leftovers, "slices of deleted pools"))
         namespaces = ("",) if EVERYWHERE in settings.namespaces else settings.namespaces
         self._watched = {namespace: self._watch(namespace) for namespace in namespaces}
 
@@ -109,7 +116,7 @@ class KubePools(KubeLink):
             pod_labels=settings.pod_selector,
             on_trouble=on_trouble,
             report=report_unreadable,
-            synced=self._judge,
+            synced=self._listed,
         )
         self.work.append((pools.run, _named("pools", namespace)))
         models = slices = None
@@ -131,6 +138,14 @@ class KubePools(KubeLink):
         if settings.status:
             self.work.append((writer.run, _named("status", namespace)))
         return _Watched(pools, models, slices)
+
+    def _listed(self) -> None:
+        self._leftover.set()
+        self._judge()
+
+    def _leads(self, leading: bool, holder: str) -> None:
+        self._leftover.set()
+        super()._leads(leading, holder)
 
     def _of(self, namespace: str) -> _Watched:
         return self._watched.get(namespace) or self._watched[""]
@@ -227,8 +242,7 @@ class KubePools(KubeLink):
         place = self._place
         if place is None or self.elector is None:
             return
-        refs = {(entry.pool.namespace, entry.pool.picker) for entry in self._entries.values()}
-        wanted = {(namespace, ref.name) for namespace, ref in refs if ref is not None and ref.kind == "Service"}
+        wanted = self._services()
         for key in wanted - self.publishers.keys():
             namespace, service = key
             slices = self._of(namespace).slices
@@ -247,14 +261,48 @@ class KubePools(KubeLink):
             publisher.lead(self.elector.leading)
             self._keeping[key] = asyncio.create_task(publisher.run(), name=f"service {namespace}/{service}")
         for key in self.publishers.keys() - wanted:
-            publisher = self.publishers.pop(key)
-            publisher.lead(False)
+            self.publishers.pop(key).lead(False)
             self._keeping.pop(key).cancel()
-            closing = asyncio.create_task(publisher.withdraw())
-            self._tasks.add(closing)
-            closing.add_done_callback(self._tasks.discard)
+        self._leftover.set()
+
+    def _services(self) -> set[tuple[str, str]]:
+        """The Services, by namespace and name, that existing pools refer to."""
+        refs = {(entry.pool.namespace, entry.pool.picker) for entry in self._entries.values()}
+        return {(namespace, ref.name) for namespace, ref in refs if ref is not None and ref.kind == "Service"}
+
+    async def _empty_leftovers(self) -> None:
+        """Empty the slices that no pool needs any more, also of pools that were deleted while nobody led. Never
+        returns."""
+        while True:
+            self._leftover.clear()
+            pause, trouble = None, ""
+            for key, seen in self._leftovers():
+                namespace = key.partition("/")[0]
+                if not self._may_write() or (namespace, seen.service) in self._services():
+                    continue
+                try:
+                    await empty_slice(self.client, namespace, seen)
+                except (KubeError, Unreachable) as error:
+                    pause = RETRY_S
+                    if not isinstance(error, KubeError) or error.code not in CONFLICTS:  # else the watch brings it
+                        trouble = trouble or f"{namespace}/{seen.service} still points to a scheduler: {error}"
+            self._on_trouble("slices of deleted pools", trouble)
+            await set_within(self._leftover, pause)
+
+    def _leftovers(self) -> list[tuple[str, Slice]]:
+        """The slices of this lease whose services no pool refers to, by key. While pools of a namespace were never
+        listed, it has none."""
+        services = self._services()
+        return [
+            (key, seen)
+            for watched in self._watched.values()
+            if watched.slices is not None and watched.pools.pools.ready.is_set()
+            for key, seen in watched.slices.items.items()
+            if seen.addresses and seen.lease == self.lease and (key.partition("/")[0], seen.service) not in services
+        ]
 
     def _slices_changed(self, slices: Mapping[str, Slice | None]) -> None:
+        self._leftover.set()
         for (namespace, service), publisher in self.publishers.items():
             if self._place is not None and (key := f"{namespace}/{slice_name(service, self._place)}") in slices:
                 publisher.see(slices[key])

@@ -16,6 +16,7 @@ from fairlead.core.errors import ConfigError
 from fairlead.core.events import EndpointUp
 from fairlead.core.models import ModelSet
 from fairlead.pool.aio import IN_ONE_TURN
+from fairlead.pool.kube.endpoint_slice import Place, Port, Service, slice_object
 from fairlead.pool.kube.objects import Pool
 from fairlead.pool.kube.pods import Pod
 from fairlead.pool.kube.pools import Pools
@@ -358,3 +359,57 @@ async def test_the_leader_keeps_the_services_of_all_pools(
     assert 'fairlead_kube_connected{resource="endpointslices"} 1' in followed.registry.render().decode()
     await followed.kube.hand_over()
     assert not named("b/llama-epp")
+
+
+async def test_a_leader_empties_the_slices_of_pools_that_were_deleted_while_nobody_led(
+    kube: FakeKube, tmp_path: Path, stack: AsyncExitStack, until: Any
+) -> None:
+    followed = Followed(kube, tmp_path, namespaces=("*",), leader_election=LeaderElection(enabled=True))
+    ports = (Port("grpc", 9002),)
+    place = Place("10.244.0.3", "a-former-leader")
+    for name, lease in (("kept", followed.kube.lease), ("gone", followed.kube.lease), ("other", "b/another-release")):
+        service = Service(f"{name}-epp", f"uid-of-{name}", ports)
+        kube.put(*SLICES, slice_object(service, "a", place, lease))
+    kept = pool("kept", "a", app="vllm")
+    kube.put(V1, "inferencepools", kept)
+
+    def named(name: str) -> list[str]:
+        found = kube.objects[SLICES][f"a/{name}-epp-ipv4"]
+        return [address for one in found["endpoints"] for address in one["addresses"]]
+
+    kube.forbidden.add(("list", "inferencepools"))
+    starting = asyncio.create_task(followed.kube.start(stack))
+    await until(lambda: "not allowed to list" in followed.unready.get("kubernetes", ""))
+    await asyncio.sleep(0.3)
+    assert named("gone") == [place.address], "which pools there are is not known yet"
+    kube.forbidden.clear()
+    await starting
+    await until(lambda: named("gone") == [])
+    gone = kube.objects[SLICES]["a/gone-epp-ipv4"]
+    assert gone["ports"] == [{"name": "grpc", "port": 9002, "protocol": "TCP"}]
+    assert gone["metadata"]["ownerReferences"][0]["uid"] == "uid-of-gone"
+    assert named("kept") == named("other") == [place.address]
+
+
+async def test_a_deleted_pools_slice_is_emptied_once_the_api_server_takes_it(
+    kube: FakeKube, tmp_path: Path, stack: AsyncExitStack, until: Any
+) -> None:
+    def named(name: str) -> list[str]:
+        found = kube.objects.get(SLICES, {}).get(f"a/{name}-epp-ipv4", {})
+        return [address for one in found.get("endpoints", ()) for address in one["addresses"]]
+
+    for name in ("llama", "qwen"):
+        ports = [{"name": "grpc", "port": 9002, "targetPort": 9002}]
+        kube.put("v1", "services", {"metadata": {"name": f"{name}-epp", "namespace": "a"}, "spec": {"ports": ports}})
+        kube.put(V1, "inferencepools", pool(name, "a", app="vllm"))
+    followed = Followed(kube, tmp_path, namespaces=("*",), leader_election=LeaderElection(enabled=True))
+    await followed.kube.start(stack)
+    await until(lambda: named("llama") and named("qwen"))
+    kube.forbidden.add(("update", "endpointslices"))
+    kube.drop(V1, "inferencepools", "llama", "a")
+    await until(lambda: followed.opened["a/llama"].closed)
+    await asyncio.sleep(0.2)
+    assert named("llama")
+    kube.forbidden.clear()
+    await until(lambda: not named("llama"))
+    assert named("qwen") == ["10.244.0.7"]
