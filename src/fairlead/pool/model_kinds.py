@@ -51,6 +51,8 @@ _VERSIONS = {
     "InferenceObjective": ((GROUP, "v1alpha2"), (GROUP, "v1"), (LEGACY_GROUP, "v1alpha2")),
     "InferenceModelRewrite": ((GROUP, "v1alpha2"), (LEGACY_GROUP, "v1alpha2")),
 }
+#: The reason of an object whose pool does not exist. The published APIs have none for it.
+POOL_NOT_FOUND = "PoolNotFound"
 #: The kind of each plural.
 KINDS = {f"{kind.lower()}s": kind for kind in _VERSIONS}
 #: The groups and versions of each plural, as above.
@@ -445,6 +447,14 @@ def _condition(item: ModelObject, owner: str | None) -> Condition:
         message = f"modelName {item.noun.model} is taken by the older InferenceModel {owner}"
         return Condition(False, "ModelNameInUse", message)
     return Condition(True, ACCEPTED, "; ".join(("in use", *item.notes)))
+
+
+def without_pools(item: ModelObject) -> Condition | None:
+    """The condition for an object none of whose pools exists. `None` = leave it, because it was never accepted here."""
+    said: Mapping[str, Any] = next(iter(item.item["status"]["conditions"]), {})
+    if said.get("status") != "True" and said.get("reason") != POOL_NOT_FOUND:
+        return None
+    return Condition(False, POOL_NOT_FOUND, f"there is no usable InferencePool {' or '.join(item.pools)}")
 
 
 def _pools(value: Mapping[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ Rules
 * Definitions are reported all together, after every installed kind was listed, and only if they changed.
 * If InferenceModels may not be listed, there are none: the reference's chart grants no right to them, and the older CRD
   may still be installed. The same is true of a kind's second group.
+* An object that was accepted is told when its last pool is deleted. One that was not may be for another scheduler.
 * While a kind cannot be reached, its known objects stay. If it is uninstalled, its objects are removed.
 """
 
@@ -24,7 +25,15 @@ from fairlead.pool.kube.client import KubeClient, KubeError, Resource, Unreachab
 from fairlead.pool.kube.objects import read_plain
 from fairlead.pool.kube.reflector import Backoff, Reflector
 from fairlead.pool.kube.status import Condition, DesiredCondition, StatusWriter, Target
-from fairlead.pool.model_kinds import KINDS, SERVED, ModelObject, conditions, model_set, read_model_object
+from fairlead.pool.model_kinds import (
+    KINDS,
+    SERVED,
+    ModelObject,
+    conditions,
+    model_set,
+    read_model_object,
+    without_pools,
+)
 
 REDISCOVER_S = 30.0
 #: Changes within this many seconds are reported together, and within this many times what the last report took: each
@@ -59,8 +68,10 @@ class PoolModels:
         *,
         on_trouble: Callable[[str, str], object] = lambda resource, trouble: None,
         report: Callable[[str], object] = lambda problem: None,
+        absent: Callable[[str, str], bool] = lambda namespace, pool: False,
         rediscover_s: float = REDISCOVER_S,
     ) -> None:
+        """`absent(namespace, pool)`: whether it is known that there is no such pool."""
         self._reflectors: dict[str, Reflector[ModelObject]] = {}
         self._client = client
         self._pools: dict[tuple[str, str], _Followed] = {}
@@ -69,6 +80,7 @@ class PoolModels:
         self._rng = rng
         self._on_trouble = on_trouble
         self._report = report
+        self._absent = absent
         self._rediscover_s = rediscover_s
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -94,11 +106,11 @@ class PoolModels:
     def follow(self, namespace: str, pool: str, feed: Callable[[ModelSet], object]) -> None:
         """Call `feed(models)` for each change of the definitions for this pool."""
         self._pools[namespace, pool] = _Followed(feed)
-        self._changed()
+        self.look_again()
 
     def leave(self, namespace: str, pool: str) -> None:
         self._pools.pop((namespace, pool), None)
-        self._changed()
+        self.look_again()
 
     async def run(self) -> None:
         backoff = Backoff(self._rng)
@@ -134,9 +146,9 @@ class PoolModels:
                 self._on_trouble(name, "")
                 if resource is not None:
                     self._follow(name, resource)
-                self._changed()
+                self.look_again()
         self._discovered = True
-        self._changed()
+        self.look_again()
 
     def _wanted(self, installed: Mapping[tuple[str, str], set[str]]) -> dict[str, Resource]:
         """What to follow, by name: of a kind's second group `plural.group`."""
@@ -166,7 +178,7 @@ class PoolModels:
 
         def troubled(trouble: str) -> None:
             self._on_trouble(name, trouble)
-            self._changed()
+            self.look_again()
 
         def read(raw: Raw) -> ModelObject:
             return read_model_object(read_plain(raw), kind, version)
@@ -175,9 +187,9 @@ class PoolModels:
             self._client,
             resource,
             read,
-            lambda changes: self._changed(),
+            lambda changes: self.look_again(),
             self._rng,
-            synced=self._changed,
+            synced=self.look_again,
             on_trouble=troubled,
             report=self._report,
         )
@@ -188,7 +200,8 @@ class PoolModels:
         self._reflectors.pop(name, None)
         await cancelled(self._tasks.pop(name, None))
 
-    def _changed(self) -> None:
+    def look_again(self) -> None:
+        """Look at all definitions soon, because they or the pools changed."""
         if self._timer is None:
             pause = min(max(_GATHER_S, _GATHER_TIMES * self._took), _LONGEST_GATHER_S)
             self._timer = asyncio.get_running_loop().call_later(pause, self._gather)
@@ -204,7 +217,8 @@ class PoolModels:
         by_pool = self._by_pool(of)
         for (namespace, pool), followed in self._pools.items():
             objects = by_pool[namespace, pool]
-            for target, condition in conditions(objects, pool, namespace).items():
+            given = {} if self._absent(namespace, pool) else conditions(objects, pool, namespace)
+            for target, condition in given.items():
                 *replaced, (resource, item) = of[target]
                 name = target[1].partition("/")[2]
                 desired[resource, name] = DesiredCondition(condition, item.item)
@@ -215,23 +229,34 @@ class PoolModels:
             models = model_set(objects, pool, namespace)
             if models != followed.models:
                 changed.append((followed, models))
-        self._writer.want(desired)
+        self._writer.want({**self._without_pools(of), **desired})
         for followed, models in changed:
             followed.models = models
             followed.feed(models)
         self._took = perf_counter() - began
 
+    def _without_pools(
+        self, of: Mapping[tuple[str, str], list[tuple[Resource, ModelObject]]]
+    ) -> dict[Target, DesiredCondition]:
+        """The conditions for accepted objects none of whose pools exists."""
+        desired: dict[Target, DesiredCondition] = {}
+        for (_, key), versions in of.items():
+            resource, item = versions[-1]
+            if item.pools and all(self._absent(resource.namespace, pool) for pool in item.pools):
+                condition = without_pools(item)
+                if condition is not None:
+                    desired[resource, key.partition("/")[2]] = DesiredCondition(condition, item.item)
+        return desired
+
     def _by_name(self) -> dict[tuple[str, str], list[tuple[Resource, ModelObject]]]:
         """The objects by plural and key; that of the first group, which counts, is the last."""
         of: dict[tuple[str, str], list[tuple[Resource, ModelObject]]] = {}
-        namespaces = {namespace for namespace, _ in self._pools}
         for _, reflector in sorted(self._reflectors.items(), reverse=True):
             plural = reflector.resource.plural
+            namespaces = {key.partition("/")[0] for key in reflector.items}
             resources = {namespace: replace(reflector.resource, namespace=namespace) for namespace in namespaces}
             for key, item in reflector.items.items():
-                resource = resources.get(key.partition("/")[0])
-                if resource is not None:
-                    of.setdefault((plural, key), []).append((resource, item))
+                of.setdefault((plural, key), []).append((resources[key.partition("/")[0]], item))
         return of
 
     def _by_pool(

@@ -242,6 +242,11 @@ class PoolEndpoints:
         return by_resource
 
     @property
+    def absent(self) -> bool:
+        """Whether it is known that there is no such InferencePool."""
+        return self._pools is not None and self._pools.ready.is_set() and self.pool is None
+
+    @property
     def missing(self) -> str:
         """Why the endpoints are not known yet, in words; empty = they are."""
         if self._pools is not None and not self._pools.ready.is_set():

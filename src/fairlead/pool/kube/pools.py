@@ -78,6 +78,10 @@ class Pools:
         """Whether the API server does not allow (403) reading the pools or the pods."""
         return self.pools.forbidden or self.pods.forbidden
 
+    def lacks(self, key: str) -> bool:
+        """Whether the pools were listed and this one is not among them."""
+        return self.pools.ready.is_set() and key not in self.pools.items
+
     async def run(self) -> None:
         try:
             await asyncio.gather(self.pools.run(), self.pods.run())

@@ -158,8 +158,22 @@ class KubeLink:
             self.client, settings, self._leads, self._rng, on_trouble=lambda why: self._on_trouble("leases", why)
         )
 
-    def _pool_models(self, namespace: str, writer: StatusWriter, on_trouble: Callable[[str, str], None]) -> PoolModels:
-        return PoolModels(self.client, namespace, writer, self._rng, on_trouble=on_trouble, report=report_unreadable)
+    def _pool_models(
+        self,
+        namespace: str,
+        writer: StatusWriter,
+        on_trouble: Callable[[str, str], None],
+        absent: Callable[[str, str], bool],
+    ) -> PoolModels:
+        return PoolModels(
+            self.client,
+            namespace,
+            writer,
+            self._rng,
+            on_trouble=on_trouble,
+            report=report_unreadable,
+            absent=absent,
+        )
 
     # ---- callbacks ----
 
@@ -231,13 +245,18 @@ class Kube(KubeLink):
             self._rng,
             on_trouble=self._on_trouble,
             report=report_unreadable,
-            changed=self._judge,
+            changed=self._pool_changed,
         )
         self.work.append((self.endpoints.run, "endpoints"))
         writer = self.writers[settings.pool] = StatusWriter(self.client, self._may_write, log.warning)
         self.models: PoolModels | None = None
         if settings.models and settings.pool:
-            self.models = self._pool_models(self.namespace, writer, self._on_trouble)
+            self.models = self._pool_models(
+                self.namespace,
+                writer,
+                self._on_trouble,
+                lambda _, pool: pool == settings.pool and self.endpoints.absent,
+            )
 
             def defined(model_set: ModelSet) -> None:
                 models(model_set)
@@ -259,6 +278,11 @@ class Kube(KubeLink):
                 on_trouble=lambda why: self._on_trouble("endpointslices", why),
             )
             self.work.append((publisher.run, "leader's service"))
+
+    def _pool_changed(self) -> None:
+        if self.models is not None:
+            self.models.look_again()
+        self._judge()
 
     @property
     def missing(self) -> str:

@@ -121,7 +121,13 @@ class KubePools(KubeLink):
         self.work.append((pools.run, _named("pools", namespace)))
         models = slices = None
         if settings.models:
-            models = self._pool_models(namespace, writer, on_trouble)
+            models = self._pool_models(
+                namespace,
+                writer,
+                on_trouble,
+                # With a selector, another scheduler may serve a pool that is not seen here.
+                lambda *pool: not settings.pool_selector and pools.lacks("/".join(pool)),
+            )
             self.work.append((models.run, _named("models", namespace)))
         if self._place is not None:
             slices = Reflector(
@@ -141,6 +147,9 @@ class KubePools(KubeLink):
 
     def _listed(self) -> None:
         self._leftover.set()
+        for watched in self._watched.values():
+            if watched.models is not None:
+                watched.models.look_again()
         self._judge()
 
     def _leads(self, leading: bool, holder: str) -> None:
@@ -188,12 +197,12 @@ class KubePools(KubeLink):
     def _changed(self, key: str, pool: Pool | None) -> None:
         entry = self._entries.get(key)
         if pool is None:
+            namespace, _, name = key.partition("/")
             if entry is not None:
                 del self._entries[key]
                 entry.gone.set()
-                models = self._of(entry.pool.namespace).models
-                if models is not None:
-                    models.leave(entry.pool.namespace, entry.pool.name)
+            if (models := self._of(namespace).models) is not None:
+                models.leave(namespace, name)
         elif entry is None:
             entry = self._entries[key] = _Entry(pool)
             serving = asyncio.create_task(self._serve(key, entry), name=f"pool {key}")

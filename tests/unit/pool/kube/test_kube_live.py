@@ -87,6 +87,28 @@ async def test_ready_once_everything_was_read(
     assert replica.metric('fairlead_kube_objects{resource="inferencemodels"} 1')
 
 
+async def test_models_of_a_deleted_pool_are_told_and_accepted_again(
+    kube: FakeKube, kubeconfig: Path, stack: AsyncExitStack, until: Any
+) -> None:
+    def told(name: str) -> tuple[str, str]:
+        status = kube.objects[X, "inferencemodels"][f"default/{name}"].get("status", {})
+        return next(((one["status"], one["reason"]) for one in status.get("conditions", ())), ("", ""))
+
+    other = {"metadata": {"name": "other"}, "spec": {"modelName": "chat", "poolRef": {"name": "of-another-scheduler"}}}
+    accepted = {"status": {"conditions": [{"type": "Accepted", "status": "True", "reason": "Accepted"}]}}
+    kube.put(X, "inferencemodels", MODEL)
+    kube.put(X, "inferencemodels", {**other, **accepted})
+    replica = Replica(kubeconfig)
+    await replica.kube.start(stack)
+    assert told("chat") == ("", ""), "there is no pool yet"
+    for _ in range(2):
+        kube.put(V1, "inferencepools", POOL)
+        await until(lambda: told("chat") == ("True", "Accepted"))
+        kube.drop(V1, "inferencepools", "llama")
+        await until(lambda: told("chat") == ("False", "PoolNotFound"))
+    assert told("other") == ("True", "Accepted")
+
+
 async def test_an_outage_changes_nothing_but_the_metric(
     kube: FakeKube, kubeconfig: Path, stack: AsyncExitStack, pod: Any, until: Any
 ) -> None:

@@ -413,3 +413,45 @@ async def test_a_deleted_pools_slice_is_emptied_once_the_api_server_takes_it(
     kube.forbidden.clear()
     await until(lambda: not named("llama"))
     assert named("qwen") == ["10.244.0.7"]
+
+
+async def test_objects_of_deleted_pools_are_told_and_accepted_again(
+    kube: FakeKube, tmp_path: Path, stack: AsyncExitStack, until: Any
+) -> None:
+    def told(name: str) -> str:
+        status = kube.objects[X, "inferencemodels"][f"a/{name}"].get("status", {})
+        return ", ".join(f"{one['status']} {one['reason']}" for one in status.get("conditions", ()))
+
+    def put(name: str, of: str, **status: Any) -> None:
+        spec = {"modelName": name, "poolRef": {"name": of}}
+        kube.put(X, "inferencemodels", {"metadata": {"name": name, "namespace": "a"}, "spec": spec, **status})
+
+    accepted = {"conditions": [{"type": "Accepted", "status": "True", "reason": "Accepted"}]}
+    put("chat", "llama")
+    put("new", "nowhere")
+    put("former", "deleted-meanwhile", status=accepted)
+    kube.put(V1, "inferencepools", pool("llama", "a", app="vllm"))
+    kube.put(V1, "inferencepools", pool("qwen", "b", app="vllm"))
+    followed = Followed(kube, tmp_path, namespaces=("*",))
+    await followed.kube.start(stack)
+    await until(lambda: told("chat") == "True Accepted" and told("former") == "False PoolNotFound")
+    for _ in range(2):
+        kube.drop(V1, "inferencepools", "llama", "a")
+        await until(lambda: told("chat") == "False PoolNotFound")
+        kube.put(V1, "inferencepools", pool("llama", "a", app="vllm"))
+        await until(lambda: told("chat") == "True Accepted")
+    assert told("new") == "", "it may be for another scheduler"
+
+
+async def test_objects_of_pools_that_a_selector_hides_are_left_alone(
+    kube: FakeKube, tmp_path: Path, stack: AsyncExitStack, until: Any
+) -> None:
+    accepted = {"conditions": [{"type": "Accepted", "status": "True", "reason": "Accepted"}]}
+    spec = {"modelName": "chat", "poolRef": {"name": "theirs"}}
+    metadata = {"name": "chat", "namespace": "a"}
+    kube.put(X, "inferencemodels", {"metadata": metadata, "spec": spec, "status": accepted})
+    kube.put(V1, "inferencepools", pool("theirs", "a", app="vllm"))
+    followed = Followed(kube, tmp_path, namespaces=("*",), pool_selector={"picker": "fairlead"})
+    await followed.kube.start(stack)
+    await asyncio.sleep(0.3)
+    assert kube.objects[X, "inferencemodels"]["a/chat"]["status"] == accepted
