@@ -109,6 +109,17 @@ def test_install_and_upgrade(kube: Cluster, namespace: str, helm: Helm, tmp_path
     assert kube.admin.must("GET", f"{GROUP}inferencepools".format(namespace))["items"] == []
 
 
+def test_the_name_in_the_selectors_stays(kube: Cluster, namespace: str, helm: Helm, tmp_path: Path) -> None:
+    """The API server would refuse the Deployment, after other objects were changed."""
+    access = ("--namespace", namespace, "--kubeconfig", str(kube.kubeconfig(tmp_path / "kubeconfig")), *LABELS)
+    command = ("upgrade", "--install", "one", str(CHART), "--skip-crds", *access, "--set")
+    assert helm.run(*command, "nameOverride=picker").returncode == 0
+    assert helm.run(*command, "nameOverride=picker,inferenceExtension.podLabels.team=a").returncode == 0
+    refused = helm.run(*command, "nameOverride=scheduler").stderr
+    assert "nameOverride: " in refused and '"picker"' in refused and "immutable" not in refused, refused
+    assert helm.run(*command, "nameOverride=scheduler,fullnameOverride=two").returncode == 0
+
+
 def test_who_installs_needs_no_right_to_list_replica_sets(
     kube: Cluster, namespace: str, helm: Helm, tmp_path: Path
 ) -> None:

@@ -342,6 +342,12 @@ matchLabels: {{- toYaml . | nindent 2 }}
 {{- if contains "." (include "fairlead.fullname" .) -}}
 {{- fail "fullnameOverride: names of Services have no dots, as that of the release has; give one without" -}}
 {{- end -}}
+{{- with lookup "apps/v1" "Deployment" .Release.Namespace (include "fairlead.epp" .) -}}
+{{- $name := dig "spec" "selector" "matchLabels" "app.kubernetes.io/name" "" . -}}
+{{- if ne $name (get (include "fairlead.selector" $ | fromYaml) "app.kubernetes.io/name") -}}
+{{- fail (printf "nameOverride: the running Deployment selects its pods by the name %q, which cannot change; keep it, or set another fullnameOverride too, which replaces the objects" $name) -}}
+{{- end -}}
+{{- end -}}
 {{- $pool := .Values.inferencePool -}}
 {{- if $pool.namespaces -}}
 {{- $others := dict "standalone.enabled" .Values.standalone.enabled "httpRoute.enabled" .Values.httpRoute.enabled "inferenceObjectives" .Values.inferenceObjectives "inferencePool.name" $pool.name "inferencePool.modelServers.matchLabels" $pool.modelServers.matchLabels "inferenceExtension.kvcacheIndexer.enabled" .Values.inferenceExtension.kvcacheIndexer.enabled "inferenceExtension.valkey" (include "fairlead.shared" .) "provider.name" (has .Values.provider.name (list "istio" "gke")) -}}
