@@ -52,6 +52,15 @@ def test_they_are_applied_strictly(kube: Cluster, namespace: str, go: str, thing
     assert created["spec"]["scaleTargetRef"]["name"] == "vllm"
 
 
+def test_the_tolerance_that_the_comment_names_is_kept(kube: Cluster, namespace: str) -> None:
+    """Without it 11 of 10 replicas are within 10 %, which counts as no difference."""
+    assert '`tolerance: "0"`' in (FOLDER / "hpa.yaml").read_text(encoding="utf-8")
+    behavior = {way: {**rules, "tolerance": "0"} for way, rules in HPA["spec"]["behavior"].items()}
+    metadata = {**HPA["metadata"], "namespace": namespace}
+    created = kube.admin.apply({**HPA, "metadata": metadata, "spec": {**HPA["spec"], "behavior": behavior}})
+    assert [created["spec"]["behavior"][way]["tolerance"] for way in ("scaleUp", "scaleDown")] == ["0", "0"]
+
+
 def test_both_shrink_alike() -> None:
     hpa, keda = HPA["spec"], KEDA["spec"]
     assert keda["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == hpa["behavior"]
