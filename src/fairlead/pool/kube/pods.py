@@ -145,11 +145,13 @@ OnTrouble = Callable[[str, str], object]
 
 
 class PodEndpoints:
-    """The endpoints of a set of pods; sends their events by the last three rules above, with `turns`."""
+    """The endpoints of a set of pods; sends their events by the last three rules above."""
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: Feed, turns: Turns | None = None) -> None:
+        """`turns`: shared with other sets; `None` = there are none."""
         self._feed = feed
-        self.turns = Turns()
+        self._turns = turns or Turns()
+        self._closed = False
         self._by_pod: dict[str, tuple[str, dict[str, Endpoint]]] = {}
 
     @property
@@ -179,12 +181,20 @@ class PodEndpoints:
         for event in gone:
             self._emit(event)
 
+    def make(self, call: Callable[[], object]) -> None:
+        """Make the call, which must not raise, once the events so far were sent."""
+        self._turns.make(lambda: None if self._closed else call())
+
+    def close(self) -> None:
+        """Drop the events and calls that were not sent or made yet."""
+        self._closed = True
+
     def _emit(self, *events: EndpointUp | EndpointDown) -> None:
         def send() -> None:
             for event in events:
                 call_consumer(lambda event=event: self._feed(event), f"the consumer of {event!r}")  # type: ignore[misc]
 
-        self.turns.make(send)
+        self.make(send)
 
 
 class PoolEndpoints:
@@ -270,7 +280,7 @@ class PoolEndpoints:
                 await self._pools.run()
         finally:
             task, self._pods_task = self._pods_task, None
-            self._pod_endpoints.turns.close()
+            self._pod_endpoints.close()
             await cancelled(task)
 
     # ---- the pool ----
@@ -317,7 +327,7 @@ class PoolEndpoints:
             self._listed = self._listed if listed is None else listed
             self._changed()
 
-        self._pod_endpoints.turns.make(lambda: call_consumer(tell, "the follower of a pool"))
+        self._pod_endpoints.make(lambda: call_consumer(tell, "the follower of a pool"))
 
     def _pods_changed(self, pods: Mapping[str, Pod | None]) -> None:
         self._pod_endpoints.take(pods, self.pool.ports if self.pool is not None else ())

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from random import Random
 
-from fairlead.pool.aio import call_consumer
+from fairlead.pool.aio import Turns, call_consumer
 from fairlead.pool.kube.client import KubeClient, Resource
 from fairlead.pool.kube.objects import VERSIONS, Pool, read_pool, selector_text
 from fairlead.pool.kube.pods import Feed, OnTrouble, Pod, PodEndpoints, read_pod
@@ -37,6 +37,8 @@ class Pools:
         self._changed = changed
         self._synced = synced
         self._served: dict[str, PodEndpoints] = {}
+        #: One for all pools: what changes in many at once delays nothing else either.
+        self._turns = Turns()
         #: The uids of the pools that were reported.
         self._uids: dict[str, str] = {}
         #: Pools for which events of known pods were not sent yet.
@@ -92,7 +94,7 @@ class Pools:
     def follow(self, key: str, feed: Feed) -> None:
         """Report the endpoints of this pool from now on."""
         self.leave(key)
-        self._served[key] = PodEndpoints(feed)
+        self._served[key] = PodEndpoints(feed, self._turns)
         self._match(key, self.pools.items[key])
         self._tell(key)
 
@@ -101,7 +103,7 @@ class Pools:
         endpoints = self._served.pop(key, None)
         self._unsent.discard(key)
         if endpoints is not None:
-            endpoints.turns.close()
+            endpoints.close()
 
     def _pods_listed(self) -> None:
         self._synced()
@@ -116,7 +118,7 @@ class Pools:
             call_consumer(self._synced, "the follower of pools")
 
         self._unsent.add(key)
-        self._served[key].turns.make(tell)
+        self._served[key].make(tell)
 
     def _pools_changed(self, pools: Mapping[str, Pool | None]) -> None:
         for key, pool in pools.items():

@@ -4,6 +4,7 @@ import asyncio
 import copy
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -145,10 +146,32 @@ async def test_a_pool_waits_for_the_events_of_all_its_pods_and_gets_none_once_le
     assert (len(first), len(second), missing) == (IN_ONE_TURN, many, [""])
     last = list[Any]()
     pools.follow("a/one", last.append)
+    sent = len(last)
     pools.leave("a/one")
     for _ in range(5):
         await asyncio.sleep(0)
-    assert (len(last), pools.missing) == (IN_ONE_TURN, "")
+    assert (len(last), pools.missing) == (sent, "") and 0 < sent < many
+
+
+async def test_pools_share_the_turns_of_their_events() -> None:
+    labels: dict[str, Any] = {"pool_labels": {}, "pod_labels": {}}
+    reports: dict[str, Any] = {"on_trouble": print, "report": print, "synced": lambda: None}
+    client, group = object(), "inference.networking.k8s.io"
+    pools = Pools(client, "a", group, lambda key, pool: None, Random(1), **labels, **reports)  # type: ignore[arg-type]
+    events = list[Any]()
+    for name in ("one", "two", "three"):
+        pools.pools.items[f"a/{name}"] = Pool("a", name, {"app": "x"}, (8000,))
+        for number in range(IN_ONE_TURN):
+            pods = pools.pods.items
+            pods[f"a/p{number}"] = Pod(
+                "a", f"p{number}", f"u{number}", True, "10.0.0.1", {"app": "x"}, {"app": "x"}, None
+            )
+        pools.follow(f"a/{name}", events.append)
+    sent = [len(events)]
+    while len(events) < 3 * IN_ONE_TURN:
+        await asyncio.sleep(0)
+        sent.append(len(events))
+    assert max(after - before for before, after in pairwise([0, *sent])) == IN_ONE_TURN
 
 
 async def test_a_pool_whose_selector_changes_is_never_empty(
