@@ -217,6 +217,13 @@ class RankCache(Struct, eq=False):
             kind = self.kinds.get(group, "")
         return not kind or kind in WHOLE_PREFIX_KINDS
 
+    def needed(self, group: int, size: int, window: int) -> int:
+        """Return how many blocks of `size` tokens a hit needs at its end in a group; 0 = all of them, or not known."""
+        kind = self.kinds.get(group)
+        if kind == "mamba":
+            return 1
+        return -(-(window - 1) // size) if kind == "sliding_window" and window > 1 and size > 0 else 0
+
     def hit(self, keys: Sequence[int], blocks: int) -> int:
         """Return how many of the leading `blocks`, which full attention has, all groups can use."""
         longest = -1

@@ -109,7 +109,8 @@ def _store(index: KvIndex, cache: RankCache, event: BlocksStored, now: float) ->
     if not cache.indexable(group, event.kind):
         if event.group != UNNAMED:
             index.clear_group(cache, group)  # its first events may have come without its kind
-            if tail := index.tail(cache, group, event.block_size, event.window):
+            needed = cache.needed(group, event.block_size, event.window)
+            if tail := index.tail(cache, group, event.block_size, needed):
                 return _in_steps(_each(hashes, partial(index.store_tail, cache, tail)), len(hashes))
         return None
     if not hashes:

@@ -202,12 +202,11 @@ class KvIndex:
         if total > self.max_blocks:
             self._make_room(shelf)
 
-    def tail(self, cache: RankCache, group: int, size: int, window: int) -> Tail | None:
+    def tail(self, cache: RankCache, group: int, size: int, needed: int) -> Tail | None:
         """Return the blocks of a group that a hit needs only at its end. `None` = how many it needs is not known."""
         tail = cache.tails.get(group)
-        kind = cache.kinds.get(group)
-        if tail is None and size > 0 and (kind == "mamba" or (kind == "sliding_window" and window > 1)):
-            tail = cache.tails[group] = Tail(size, 1 if kind == "mamba" else -(-(window - 1) // size))
+        if tail is None and size > 0 and needed > 0 and group in cache.kinds:
+            tail = cache.tails[group] = Tail(size, needed)
             self.matcher.changed()
         return tail
 
@@ -222,6 +221,15 @@ class KvIndex:
         if len(tail.copies) > self.max_blocks // _TAIL_SHARE:
             tail.drop(next(iter(tail.copies)))
             cache.provisional = cache.dropped = True
+
+    def restore_tail(self, cache: RankCache, tail: Tail, digest: int, key: int, copies: int) -> None:
+        """Store a block there from a snapshot, unless events have already reported it. `key`: 0 = none."""
+        if digest not in tail.copies:
+            self.store_tail(cache, tail, digest)
+            if digest in tail.copies:
+                tail.copies[digest] = max(1, copies)
+                if key:
+                    tail.name(digest, key)
 
     def restore(self, shelf: Shelf, digest: int, key: int, depth: int, copies: int) -> None:
         """Store a block from a snapshot, unless events have already reported it."""

@@ -13,21 +13,26 @@ Rules
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
+from itertools import islice
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 from xxhash import xxh3_64, xxh3_64_digest
 
-from fairlead.core.kv.cache import RankCache, Shelf
+from fairlead.core.kv.cache import MOST_COPIES, WHOLE_PREFIX_KINDS, RankCache, Shelf, Tail
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.tiers import Tier
 
-_MAGIC = b"fairlead-kv-1\n"
+#: The beginnings of a snapshot without tails, and of one with tails. Former versions would ignore tails, and so predict
+#: too many hits; they refuse the second.
+_MAGICS = b"fairlead-kv-1\n", b"fairlead-kv-2\n"
 #: Blocks loaded in one step, which takes 0.3 ms.
 _STEP = 128
 #: Segments copied in one step, which takes 0.3 ms.
 _COPIED = 16
+#: Blocks in each part of a tail.
+_TAIL_PART = 1024
 
 
 class Place(Struct, frozen=True):
@@ -48,7 +53,7 @@ _PATIENCE = 10_000
 
 
 class _ShelfPart(Struct, array_like=True):
-    """Blocks of one shelf: columns of little-endian numbers, one entry per block."""
+    """Blocks of one shelf or `Tail`: columns of little-endian numbers, one entry per block."""
 
     endpoint: str
     rank: int
@@ -70,6 +75,9 @@ class _ShelfPart(Struct, array_like=True):
     numbered: bool = False
     #: All block sizes of the rank, and the fastest tier of each.
     sizes: dict[int, int] = {}
+    #: If the blocks are those of a `Tail`: its `needed`, at least 1, and its block size. Blocks without a key have 0.
+    needed: int = 0
+    tail_size: int = 0
 
 
 class _Snapshot(Struct, array_like=True):
@@ -84,6 +92,7 @@ def save(index: KvIndex, endpoints: Mapping[int, str], hold: Hold) -> Generator[
     Close the iterator if it is left early: each rank is held while its blocks are copied.
     """
     parts: list[bytes] = []
+    tails = False
     for cache in list(index.caches()):
         if cache.slot not in endpoints:
             continue
@@ -98,6 +107,7 @@ def save(index: KvIndex, endpoints: Mapping[int, str], hold: Hold) -> Generator[
                     yield b""
             dropped = cache.dropped
         for part in copies:
+            tails |= part.needed > 0
             part.depths = _depths(index, part.keys)
             part.provisional |= dropped
             parts.append(msgspec.msgpack.encode(part))
@@ -108,14 +118,16 @@ def save(index: KvIndex, endpoints: Mapping[int, str], hold: Hold) -> Generator[
     for content in parts:
         checksum.update(content)
         yield b""
-    yield _MAGIC + checksum.digest() + head
+    yield _MAGICS[tails] + checksum.digest() + head
     yield from parts
 
 
 def _copies(endpoint: str, cache: RankCache, place: Place | None) -> Iterator[_ShelfPart]:
     """Iterate over the blocks of a rank by segment, still without depths."""
-    if place is None or place.last < 0 or cache.tails:  # a replay from the start knows tails, a snapshot does not
+    if place is None or place.last < 0:
         return
+    for group, tail in list(cache.tails.items()):
+        yield from _tail_copies(endpoint, cache, group, tail, place)
     for shelf in list(cache.shelves.values()):
         segment = 0
         while segment < shelf.table.segments:  # blocks that wait for a parent may split a segment meanwhile
@@ -129,19 +141,41 @@ def _copy(endpoint: str, shelf: Shelf, segment: int, place: Place) -> _ShelfPart
     hashes, positions = shelf.table.of_segment(segment)
     if not len(positions):
         return None
-    cache = shelf.cache
+    part = _part(endpoint, shelf.cache, shelf.group, shelf.tier, place)
+    part.hashes = hashes.astype("<u8").tobytes()
+    part.keys = shelf.table.vectors[0][positions].astype("<u8").tobytes()
+    part.copies = shelf.table.vectors[1][positions].astype("<u2").tobytes()
+    return part
+
+
+def _tail_copies(endpoint: str, cache: RankCache, group: int, tail: Tail, place: Place) -> Iterator[_ShelfPart]:
+    """Iterate over the blocks of a tail, oldest first. One without blocks has a part, too: it matters for hits."""
+    blocks = iter(tail.copies.items())
+    first = True
+    while (copies := dict(islice(blocks, _TAIL_PART))) or first:
+        first = False
+        part = _part(endpoint, cache, group, Tier.GPU, place)
+        part.needed, part.tail_size = tail.needed, tail.block_size
+        part.hashes = np.array([*copies], "<u8").tobytes()
+        part.keys = np.array([tail.key_of.get(digest, 0) for digest in copies], "<u8").tobytes()
+        part.copies = np.array([min(count, MOST_COPIES) for count in copies.values()], "<u2").tobytes()
+        yield part
+
+
+def _part(endpoint: str, cache: RankCache, group: int, tier: Tier, place: Place) -> _ShelfPart:
+    """Return a part that has no blocks yet."""
     return _ShelfPart(
         endpoint,
         cache.rank,
         cache.model,
-        shelf.group,
-        int(shelf.tier),
-        cache.kinds.get(shelf.group, ""),
+        group,
+        int(tier),
+        cache.kinds.get(group, ""),
         place.last,
         place.last_ts,
-        hashes.astype("<u8").tobytes(),
-        shelf.table.vectors[0][positions].astype("<u8").tobytes(),
-        shelf.table.vectors[1][positions].astype("<u2").tobytes(),
+        b"",
+        b"",
+        b"",
         b"",
         cache.block_size,
         place.provisional,
@@ -184,23 +218,27 @@ class Shelved:
                     cache.note_size(size, Tier(tier))
             cache.block_size = block_size
             place(cache, Place(part.last, part.last_ts, part.provisional))
-            shelf = index.shelf(cache, part.group, Tier(part.tier))
             hashes = np.frombuffer(part.hashes, "<u8").tolist()
             keys = np.frombuffer(part.keys, "<u8").tolist()
             copies = np.frombuffer(part.copies, "<u2").tolist()
             depths = np.frombuffer(part.depths, "<u2").tolist()
+            tail = index.tail(cache, part.group, part.tail_size, part.needed) if part.needed else None
+            shelf = index.shelf(cache, part.group, Tier(part.tier)) if tail is None else None
             for start in range(0, len(hashes), _STEP):
                 for entry in range(start, min(start + _STEP, len(hashes))):
-                    index.restore(shelf, hashes[entry], keys[entry], depths[entry], copies[entry])
+                    if tail is not None:
+                        index.restore_tail(cache, tail, hashes[entry], keys[entry], copies[entry])
+                    elif shelf is not None:
+                        index.restore(shelf, hashes[entry], keys[entry], depths[entry], copies[entry])
                 yield min(_STEP, len(hashes) - start)
 
 
 def _read(index: KvIndex, content: bytes) -> list[_ShelfPart]:
-    start = len(_MAGIC) + 8
-    if not content.startswith(_MAGIC):
+    if not content.startswith(_MAGICS):
         raise ValueError("no snapshot of a KV index, or one of another version")
+    start = len(_MAGICS[0]) + 8
     packed = memoryview(content)[start:]  # a copy would take as long as decoding
-    if xxh3_64_digest(packed) != content[len(_MAGIC) : start]:
+    if xxh3_64_digest(packed) != content[start - 8 : start]:
         raise ValueError("the snapshot of the KV index is damaged: its checksum is wrong")
     try:
         snapshot = msgspec.msgpack.decode(packed, type=_Snapshot)
@@ -213,5 +251,7 @@ def _read(index: KvIndex, content: bytes) -> list[_ShelfPart]:
         sizes = (len(part.hashes), len(part.keys), len(part.copies) * 4, len(part.depths) * 4)
         if set(sizes) != {blocks * 8} or part.tier not in list(Tier):
             raise ValueError("the snapshot of the KV index is damaged: columns of unequal length")
+        if part.needed and (part.needed < 0 or part.tail_size < 1 or part.kind in ("", *WHOLE_PREFIX_KINDS)):
+            raise ValueError("the snapshot of the KV index is damaged: an attention group that contradicts itself")
     index.know_adapters(snapshot.adapters)
     return snapshot.parts

@@ -515,6 +515,45 @@ def test_snapshot_and_warm_start() -> None:
     two.index.validate()
 
 
+def test_a_snapshot_keeps_what_a_hit_needs_only_at_its_end() -> None:
+    one = Fixture()
+    sliding = BlocksStored([108, 109], 0, tokens(*range(10)), BLOCK, group=0, kind="sliding_window", window=9)
+    one.apply(sliding)
+    one.store(range(10), group=1, kind="full_attention")
+    one.apply(sliding)  # a second copy
+    one.store(range(20, 23), slot=1, group=1, kind="full_attention")
+    one.apply(BlocksStored([122], 0, tokens(22), BLOCK, group=0, kind="mamba"), slot=1)
+    one.apply(BlocksRemoved([122], group=0), slot=1)
+    content = snapshot(one)
+    assert content.startswith(b"fairlead-kv-2\n"), "former versions would load it without the tails"
+    two = Fixture()
+    shelved = Shelved(two.index, content)
+    assert sum(sum(shelved.enter(name, slot, lambda cache, at: None)) for name, slot in (("a", 0), ("b", 1))) == 15
+    assert two.depths(range(10)) == [10, 0, 0]
+    assert two.depths(range(9)) == [0, 0, 0]
+    assert two.depths(range(20, 23)) == [0, 0, 0], "its only state is gone"
+    two.apply(BlocksRemoved([109], group=0))
+    assert two.depths(range(10)) == [10, 0, 0]
+    two.apply(BlocksRemoved([109], group=0))
+    assert two.depths(range(10)) == [0, 0, 0]
+    one.index.clear(0)
+    one.index.clear(1)
+    one.cache().tails, one.cache(1).tails = {}, {}
+    one.store(range(4))
+    assert snapshot(one).startswith(b"fairlead-kv-1\n")
+
+
+@pytest.mark.parametrize(("needed", "size", "kind"), [(-1, 4, "mamba"), (1, 0, "mamba"), (1, 4, "full_attention")])
+def test_a_snapshot_with_a_group_that_contradicts_itself_is_refused(needed: int, size: int, kind: str) -> None:
+    one = Fixture()
+    one.store(range(10))
+    head, content = snapshot(one)[:14], snapshot(one)[22:]
+    space, parts, adapters = msgspec.msgpack.decode(content, strict=False)
+    packed = msgspec.msgpack.encode([space, [[*part[:5], kind, *part[6:16], needed, size] for part in parts], adapters])
+    with pytest.raises(ValueError, match="damaged"):
+        Shelved(Fixture().index, head + xxh3_64_digest(packed) + packed)
+
+
 def test_snapshots_of_former_versions_do_not_say_whether_history_is_missing() -> None:
     one = Fixture()
     one.store(range(10))
@@ -533,7 +572,7 @@ def test_a_snapshot_with_sizes_that_cannot_be_is_loaded_without_them() -> None:
     head, content = snapshot(one)[:14], snapshot(one)[22:]
     space, parts, adapters = msgspec.msgpack.decode(content, strict=False)
     sizes = {-1: 0, 8: 99, 32: 1} | dict.fromkeys(range(100, 110), 3)
-    packed = msgspec.msgpack.encode([space, [[*part[:-1], sizes] for part in parts], adapters])
+    packed = msgspec.msgpack.encode([space, [[*part[:15], sizes] for part in parts], adapters])
     two = Fixture()
     assert (
         sum(Shelved(two.index, head + xxh3_64_digest(packed) + packed).enter("a", 0, lambda cache, place: None)) == 10
