@@ -11,6 +11,7 @@ Everything else that decisions see changes only through `Pipeline.handle`.
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from math import inf
 from pathlib import Path
@@ -36,7 +37,7 @@ from fairlead.pool.kv_events.discovery import KvSource
 from fairlead.pool.kv_events.feed import Sync
 from fairlead.pool.kv_events.keys import read_keys
 from fairlead.pool.kv_events.subscriber import KvSubscriber, Publisher, Subscription
-from fairlead.server.files import read_regular, write_whole
+from fairlead.server.files import lock, read_regular, write_whole
 from fairlead.server.indexer.client import fetch
 from fairlead.server.live.knowledge import Knowledge
 from fairlead.server.observe.exposition import Registry
@@ -49,13 +50,16 @@ What = tuple[KvIndex, Mapping[int, str], Hold]
 
 class Keeper(Struct, eq=False):
     """Keeps a snapshot of the index in a file, so that a restarted scheduler starts warm. It is written atomically,
-    every `_interval` seconds and at the end. `_what` returns the state to write."""
+    every `_interval` seconds and at the end. `_what` returns the state to write. Only one process writes it, from its
+    first save until it closes or ends; others try again at each save."""
 
     _path: Path
     _interval: float
     _what: Callable[[], What]
     #: Why the last save failed; empty = it succeeded, or none was tried yet.
     problem: str = ""
+    #: Holds the lock beside the file; -1 = not locked.
+    _lock: int = -1
     _task: asyncio.Task[None] | None = None
 
     async def read(self) -> bytes | None:
@@ -75,12 +79,16 @@ class Keeper(Struct, eq=False):
         """Write a last snapshot, and stop."""
         await cancelled(self._task)
         await self.save()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     async def save(self) -> None:
         """Write the current state. Other work runs after each segment (1,024 blocks)."""
-        with contextlib.closing(save(*self._what())) as made:
-            pieces = await in_turns(made)
         try:
+            await asyncio.to_thread(self._take_lock)  # first, because making a snapshot takes work and memory
+            with contextlib.closing(save(*self._what())) as made:
+                pieces = await in_turns(made)
             await asyncio.to_thread(self._store, pieces)
         except OSError as error:
             reason = f"{self._path}: {error.strerror or error}"
@@ -91,6 +99,12 @@ class Keeper(Struct, eq=False):
             if self.problem:
                 log.info("the snapshot of the KV index is written again", file=str(self._path))
             self.problem = ""
+
+    def _take_lock(self) -> None:
+        if self._lock < 0:
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            held = "another scheduler or indexer writes there; give each a file of its own"
+            self._lock = lock(self._path.with_name(self._path.name + ".lock"), held)
 
     def _store(self, pieces: list[bytes]) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -29,7 +29,7 @@ _POLL = 0.05
 
 def of_pool(config: Config, key: str) -> Config:
     """The configuration of the pool `key` (`namespace/name`): its own settings if it has any, else those of `config`.
-    Its journal and state file get paths of their own, next to those of the other pools."""
+    Its journal, state file and snapshot get paths of their own, next to those of the other pools."""
     own: Config = config.pools.get(key, config)
     namespace, _, name = key.partition("/")
     directory = f"{namespace}.{name}"
@@ -39,8 +39,13 @@ def of_pool(config: Config, key: str) -> Config:
     if state.file:
         file = Path(state.file)
         state = state.model_copy(update={"file": str(file.with_name(f"{directory}.{file.name}"))})
+    events = own.kv_events
+    if events.snapshot and events.snapshot == config.kv_events.snapshot:
+        file = Path(events.snapshot)
+        events = events.model_copy(update={"snapshot": str(file.with_name(f"{directory}.{file.name}"))})
     kubernetes = config.kubernetes.model_copy(update={"pool": name, "namespace": namespace, "namespaces": ()})
-    return own.model_copy(update={"kubernetes": kubernetes, "journal": journal, "state": state, "pools": {}})
+    parts = {"kubernetes": kubernetes, "journal": journal, "state": state, "kv_events": events, "pools": {}}
+    return own.model_copy(update=parts)
 
 
 class LivePools:

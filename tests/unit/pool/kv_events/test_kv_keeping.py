@@ -40,7 +40,7 @@ async def test_endpoints_get_their_own_back_in_whatever_slot(tmp_path: Path, cap
     keeper.start()
     await keeper.close()
     content = await keeper.read()
-    assert [file.name for file in tmp_path.iterdir()] == ["index.kv"]
+    assert {file.name for file in tmp_path.iterdir()} == {"index.kv", "index.kv.lock"}
     index = KvIndex()
     shelved = Shelved(index, content)
     index.add_slot(5)
@@ -88,6 +88,23 @@ async def test_a_place_that_cannot_be_written_is_a_problem_until_it_can(
         "cannot write the snapshot of the KV index",
         "the snapshot of the KV index is written again",
     ]
+
+
+async def test_only_one_process_writes_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "index.kv"
+    first, latecomer = keeper_of(path), keeper_of(path)
+    first.start()
+    await first.save()
+    written = path.read_bytes()
+    path.write_bytes(b"as the first left it")
+    await latecomer.save()
+    assert path.read_bytes() == b"as the first left it"
+    assert f"{path}: another scheduler or indexer writes there; give each a file of its own" in latecomer.problem
+    assert [record.getMessage() for record in caplog.records] == ["cannot write the snapshot of the KV index"]
+    await first.close()
+    await latecomer.save()  # as after an upgrade: the new process goes on once the old one has ended
+    assert path.read_bytes() == written and not latecomer.problem
+    await latecomer.close()
 
 
 def large() -> KvIndex:

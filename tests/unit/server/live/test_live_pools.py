@@ -17,7 +17,7 @@ from fairlead.core.events import EndpointUp, RequestArrived, ResponseEnded
 from fairlead.core.models import InferenceModel, ModelSet, Origin, Target
 from fairlead.core.request import Request
 from fairlead.pool.kube.objects import PickerRef, Pool
-from fairlead.server.live.pools import LivePools
+from fairlead.server.live.pools import LivePools, of_pool
 
 FILE = """
 gateway: none
@@ -82,6 +82,15 @@ async def test_each_has_its_own_policy_endpoints_names_and_files(pools: LivePool
     assert {path.name for path in (tmp_path / "journal").iterdir()} == {"a.llama", "b.llama"}
     await pools.close()
     assert {path.name for path in tmp_path.glob("*.state")} == {"a.llama.learned.state", "b.llama.learned.state"}
+
+
+def test_each_has_its_own_snapshot_of_the_kv_index(text: str) -> None:
+    config = load(text + "kvEvents: {enabled: true, port: 5557, snapshot: /kept/index.kv}\n")
+    shared = config.model_copy(update={"pools": {}})
+    assert of_pool(shared, "a/llama").kv_events.snapshot == "/kept/a.llama.index.kv"
+    named = config.kv_events.model_copy(update={"snapshot": "/kept/of-a.kv"})
+    own = config.model_copy(update={"pools": {"a/llama": shared.model_copy(update={"kv_events": named})}})
+    assert of_pool(own, "a/llama").kv_events.snapshot == "/kept/of-a.kv", "it names one itself"
 
 
 async def test_each_measures_its_load_only_while_the_process_leads(pools: LivePools) -> None:
