@@ -590,12 +590,13 @@ class Pipeline:
         return []
 
     def _learn(self, request: Request, usage: Usage) -> None:
+        model = request.target_model
         if usage.prompt_tokens > 0 and request.prompt_bytes > 0:
-            self.tokens.learn(request.model, request.prompt_bytes, usage.prompt_tokens, request.api)
-            self.fleet.measured(self.tokens.bytes_per_token(request.model, request.api))
+            self.tokens.learn(model, request.prompt_bytes, usage.prompt_tokens, request.api)
+            self.fleet.measured(self.tokens.bytes_per_token(model, request.api))
         if usage.completion_tokens > 0:
             tokens = -(-usage.completion_tokens // request.sequences)
-            self.tokens.learn_output(request.target_model, tokens, request.max_tokens, request.api)
+            self.tokens.learn_output(model, tokens, request.max_tokens, request.api)
 
     def _response_ended(self, entry: RequestEntry, event: ev.ResponseEnded) -> list[Instruction]:
         lease, fleet = entry.lease, self.fleet

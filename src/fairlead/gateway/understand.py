@@ -496,11 +496,12 @@ class Understanding:
     ) -> tuple[Request, Reading | None]:
         """Add to the request what is known of its prompt, and its trace. Also return the task that reads its prompt."""
         reading = None
+        targets = self._catalogue.targets(parsed.model, head.hints.rewrite) or (parsed.model,)
         if head.catalogue is not None and not parsed.prompt_tokens:
-            target = self._catalogue.expected(parsed.model, head.hints.rewrite)
-            request = replace(request, prompt_tokens=self._tokens.estimate(target, parsed.prompt_bytes, parsed.api))
+            # Which one of several is drawn later; versions and adapters of one model mostly share a tokenizer.
+            tokens = self._tokens.estimate(targets[0], parsed.prompt_bytes, parsed.api)
+            request = replace(request, prompt_tokens=tokens)
         if self._prompts is not None:
-            targets = self._catalogue.targets(parsed.model, head.hints.rewrite) or (parsed.model,)
             read = self._prompts.read(parsed, body, targets)
             request, reading = (
                 (self.known(request, read, head), None) if isinstance(read, PromptKnown) else (request, read)

@@ -22,7 +22,7 @@ from fairlead.core.models import (
 )
 from fairlead.core.profile import Profile
 from fairlead.core.records import DecisionRecord, OutcomeRecord
-from fairlead.core.request import PrefixChain, Request
+from fairlead.core.request import PrefixChain, Request, Usage
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.tokens import TokenEstimator
 from fairlead.plugins.filters.ability import ModelCompatibility
@@ -74,6 +74,15 @@ def test_a_target_for_requests_without_a_model_has_no_name_to_show() -> None:
     route, request = arrive(pipeline(rewrites=rewrites))
     assert isinstance(route, Route)
     assert (route.target, route.shown, request.rewritten_by) == ("b", "", "n/all")
+
+
+def test_tokens_of_a_prompt_are_learned_for_the_target() -> None:
+    made = pipeline(model("chat", "b"), model("a"))
+    arrive(made, model="chat")
+    made.handle(ev.UsageReported(1, Usage(prompt_tokens=96, completion_tokens=1)))
+    assert (
+        made.tokens.bytes_per_token("b") > made.tokens.bytes_per_token("chat") == TokenEstimator().bytes_per_token("")
+    )
 
 
 def test_prompts_of_other_targets_share_no_prefix() -> None:

@@ -225,6 +225,7 @@ def test_names_of_one_target_share_its_prefixes_and_token_ratio(api: str, name: 
     drawn = [of("split") for _ in range(20)]
     assert {request.target_model for request in drawn} == {"base", "new"}
     assert len({request.prefix.hashes for request in drawn}) == 2
+    assert {request.prompt_tokens for request in drawn} == {same[0].prompt_tokens}, "estimated as for the first target"
 
 
 def test_models_that_are_defined_anew_while_a_prompt_is_read_leave_it_without_prefix() -> None:
