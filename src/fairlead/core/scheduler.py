@@ -230,6 +230,8 @@ class Pipeline:
         if not self.models.empty or request.rewrite:
             resolution = self.models.resolve(request, self._rng)
             if isinstance(resolution, Refusal):
+                if self.fleet.exact is not None:
+                    self.fleet.exact.dropped(request)
                 return unnamed(request, resolution, now, self.policy.name, event.client)
             request = applied(request, resolution, self.models.expected(request.model, request.rewrite))
         entry, pick = self.requests.add(request, event.client), None

@@ -20,15 +20,17 @@ from fairlead.core.events import (
     EndpointUp,
     FirstTokenSeen,
     MetricsSampled,
+    ModelsChanged,
     RequestArrived,
     ResponseEnded,
 )
 from fairlead.core.exact import SETTLING, ExactKnowledge
 from fairlead.core.fleet import Fleet
-from fairlead.core.instructions import Route
+from fairlead.core.instructions import Reject, Route
 from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.recipe import ANY_MODEL, Recipe
+from fairlead.core.models import InferenceModel, ModelSet, Origin
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.request import NO_PREFIX, Request, Usage
@@ -288,6 +290,18 @@ def test_a_request_that_fails_leaves_nothing_behind(world: World) -> None:
     request, _ = world.send(ids)
     world.pipeline.handle(ResponseEnded(request_id=request.id, status=503))
     assert len(world.exact.index.speculation) == 0
+
+
+def test_a_request_that_is_refused_for_its_model_leaves_no_prompt_behind(world: World) -> None:
+    other = InferenceModel(origin=Origin(namespace="n", name="a"), model="other")
+    world.pipeline.handle(ModelsChanged(ModelSet((other,))))
+    ids = prompt(100)
+    Engine(world, 0).store(ids)
+    assert world.fleet.match(world.request(ids)) is not None
+    refused = world.request(ids)
+    reject, _ = world.pipeline.handle(RequestArrived(refused))
+    assert isinstance(reject, Reject)
+    assert world.fleet.match(refused) is None
 
 
 def test_blocks_that_were_named_before_count_for_the_model_they_were_named_for(world: World) -> None:

@@ -131,7 +131,11 @@ class Warming:
                 why = "gone or busy"
                 break
             request = await self._request(kept, endpoint.address)
-            if request is None or request.prompt_tokens > left:
+            if request is None:
+                continue
+            if request.prompt_tokens > left:
+                if self._fleet.exact is not None:
+                    self._fleet.exact.dropped(request)
                 continue
             problem = await self._send(request, kept)
             if problem:
