@@ -291,7 +291,7 @@ class Fleet:
         if slot is None:
             return
         table.failures[slot] = 0 if answered else table.failures[slot] + 1
-        table.troubled = table.troubled or not answered
+        table.judge_trouble()
         if self.stale(slot, now):
             self.ledger.own_accounting(slot)
             capacity = table.capacity_tokens[slot]

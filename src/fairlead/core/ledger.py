@@ -459,10 +459,11 @@ class Ledger:
         """Release the prefill part of a pair, at another endpoint, unless it is released already."""
         if not part.held:
             return
-        account = self._accounts[part.slot]
-        if now is not None:
-            account.prefill_since, account.head_work = now, account.pending_work
         self.release(part)
+        if now is not None:
+            account = self._accounts[part.slot]
+            account.prefill_since, account.head_work = now, account.pending_work
+            self._write(part.slot, account)
 
     @contextmanager
     def without_reserved(self) -> Iterator[None]:

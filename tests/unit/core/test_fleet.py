@@ -114,6 +114,28 @@ def test_readings_of_unknown_endpoints_are_ignored() -> None:
     assert fleet.table.failures[0] == 0
 
 
+def test_a_starting_endpoint_that_was_refused_once_is_no_lasting_trouble() -> None:
+    fleet = fleet_of(1)
+    fleet.scrape_failed("e0", 0.5)
+    assert fleet.table.troubled
+    fleet.scrape_failed("e0", 1.0, answered=True)
+    assert not fleet.table.troubled
+
+
+def test_a_finished_prefill_leaves_only_the_next_at_the_head() -> None:
+    fleet = fleet_of(2)
+    pairs = [
+        fleet.charge_pair(Request(id=number, arrived=0.0, stream=True, prompt_tokens=tokens), 0, 1, 0.0, 0, 10.0)
+        for number, tokens in ((1, 4000), (2, 2000))
+    ]
+    fleet.first_token(pairs[0], 0.2)
+    head = fleet.table.head_ms[1]
+    assert 0.0 < head == fleet.table.queued_ms[1]
+    fleet.charge_pair(Request(id=3, arrived=0.2, stream=True, prompt_tokens=3000), 0, 1, 0.25, 0, 10.0)
+    assert fleet.table.head_ms[1] == head < fleet.table.queued_ms[1]
+    fleet.validate()
+
+
 def test_a_reading_fills_the_row() -> None:
     fleet = fleet_of(1)
     fleet.scrape_failed("e0", 0.5)
