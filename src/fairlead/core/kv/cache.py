@@ -110,7 +110,8 @@ def _heads() -> deque[Head]:
 
 class Tail(Struct, eq=False):
     """The blocks of a group that a hit needs only at its end: those of a sliding window, or Mamba's last state. Engine
-    hashes get their keys from the blocks of full attention, which are stored later in the same batch."""
+    hashes get their keys from the blocks of full attention, which are stored later in the same batch. In models without
+    full attention they get them from their own tokens."""
 
     #: Tokens per block, and blocks before the end of a hit that must be held.
     block_size: int
@@ -137,19 +138,20 @@ class Tail(Struct, eq=False):
     def name(self, digest: int, key: int) -> None:
         """Note the key of a block, if this group holds it."""
         if digest in self.copies:
+            if (former := self.key_of.get(digest, key)) != key:  # taken for another place of the prompt at first
+                self.keys.discard(former)
             self.key_of[digest] = key
             self.keys.add(key)
 
     def end(self, keys: Sequence[int], most: int) -> int:
         """Return the longest hit of at most `most` blocks of a prompt: the blocks before its end are held."""
-        run = 0
-        for place in range(most - 1, -1, -1):
-            if keys[place] not in self.keys:
-                most, run = place, 0
-            else:
-                run += 1
-                if run == self.needed:
+        while most:
+            for place in range(max(0, most - self.needed), most):
+                if keys[place] not in self.keys:
+                    most = place
                     break
+            else:
+                break
         return most
 
 
@@ -234,6 +236,15 @@ class RankCache(Struct, eq=False):
                     blocks = tail.end(keys, blocks)
         return blocks
 
+    def tail_key(self, digest: int) -> int | None:
+        """Return the key of a block of a tail; `None` = it is in none, or its key is not known."""
+        return next((tail.key_of[digest] for tail in self.tails.values() if digest in tail.key_of), None)
+
+    def sole_hit(self, keys: Sequence[int]) -> int:
+        """Return how many of a prompt's blocks a model without full attention can use."""
+        sized = any(tail.block_size == self.block_size for tail in self.tails.values())
+        return self.hit(keys, len(keys)) if sized and not self.units else 0
+
     def note_size(self, size: int, tier: Tier) -> None:
         """Blocks of `size` tokens are stored in a tier. With too many sizes, the one known longest is forgotten."""
         self.sizes[size] = min(tier, self.sizes.get(size, tier))
@@ -248,7 +259,8 @@ class RankCache(Struct, eq=False):
     @property
     def blocks(self) -> int:
         """The number of distinct blocks, summed over groups and tiers."""
-        return sum(shelf.table.live for shelf in self.shelves.values())
+        tails = sum(len(tail.copies) for tail in self.tails.values())
+        return tails + sum(shelf.table.live for shelf in self.shelves.values())
 
     def key_of(self, digest: int, first: Shelf | None = None) -> int | None:
         """Return the key of a block on any shelf, `first` being searched first; `None` = it is on none."""

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from fairlead.core.kv.cache import HEAD_TOKENS, UNNAMED, WHOLE_PREFIX_KINDS, Head, Orphan, RankCache, Shelf
+from fairlead.core.kv.cache import HEAD_TOKENS, UNNAMED, WHOLE_PREFIX_KINDS, Head, Orphan, RankCache, Shelf, Tail
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.keys import TOKEN_BYTES
 from fairlead.core.kv.tiers import Tier, tier_of
@@ -111,6 +111,8 @@ def _store(index: KvIndex, cache: RankCache, event: BlocksStored, now: float) ->
             index.clear_group(cache, group)  # its first events may have come without its kind
             needed = cache.needed(group, event.block_size, event.window)
             if tail := index.tail(cache, group, event.block_size, needed):
+                if not cache.units and event.tokens:
+                    return _store_sole(index, cache, tail, event)
                 return _in_steps(_each(hashes, partial(index.store_tail, cache, tail)), len(hashes))
         return None
     if not hashes:
@@ -120,20 +122,79 @@ def _store(index: KvIndex, cache: RankCache, event: BlocksStored, now: float) ->
         most = STEP
         steps = _store_nameless(index, cache, group, tier, event)
     else:
-        count = len(tokens) // TOKEN_BYTES if isinstance(tokens, bytes) else len(tokens)
+        count = _token_count(event)
         if size < 1 or count != size * len(hashes):
             raise ValueError(f"{len(hashes)} blocks of {size} tokens cannot have {count} tokens")
-        if size > _MOST_TOKENS:
-            raise ValueError(f"a block of {size} tokens has more than {_MOST_TOKENS}")
-        if event.extras is not None and len(event.extras) != len(hashes):
-            raise ValueError(f"{len(hashes)} blocks, but extra keys for {len(event.extras)}")
-        most = min(STEP, max(1, _STEP_TOKENS // size))
+        most = _check_blocks(event)
         store = _Store(index, index.shelf(cache, group, tier), event, now)
         if len(hashes) <= most:
             store.step(hashes, tokens if isinstance(tokens, bytes) else tokens.take(count), event.extras)
             return None
         steps = store.steps(most)
     return _in_steps(steps, len(hashes), most)
+
+
+def _token_count(event: BlocksStored) -> int:
+    return len(event.tokens) // TOKEN_BYTES if isinstance(event.tokens, bytes) else len(event.tokens)
+
+
+def _tokens_between(event: BlocksStored, start: int, end: int) -> bytes:
+    """Return the tokens of the blocks from `start` to `end`. Must be called for one part after the other."""
+    if isinstance(event.tokens, bytes):
+        width = event.block_size * TOKEN_BYTES
+        return event.tokens[start * width : end * width]
+    return event.tokens.take((end - start) * event.block_size)
+
+
+def _check_blocks(event: BlocksStored) -> int:
+    """Return the blocks per step. Raise `ValueError` for blocks that are too large, or extra keys for other blocks."""
+    size = event.block_size
+    if size > _MOST_TOKENS:
+        raise ValueError(f"a block of {size} tokens has more than {_MOST_TOKENS}")
+    if event.extras is not None and len(event.extras) != len(event.hashes):
+        raise ValueError(f"{len(event.hashes)} blocks, but extra keys for {len(event.extras)}")
+    return min(STEP, max(1, _STEP_TOKENS // size))
+
+
+def _store_sole(index: KvIndex, cache: RankCache, tail: Tail, event: BlocksStored) -> Iterator[int] | None:
+    """Store blocks of a group that a hit needs only at its end, in a model without full attention."""
+    if not event.hashes:
+        return None
+    size, count = event.block_size, _token_count(event)
+    if size < 1 or count % size or count < size * len(event.hashes):
+        raise ValueError(f"{len(event.hashes)} blocks of {size} tokens cannot have {count} tokens")
+    most = _check_blocks(event)
+    cache.note_size(size, Tier.GPU)
+    return _in_steps(_sole_steps(index, cache, tail, event, most), count // size, most)
+
+
+def _sole_steps(index: KvIndex, cache: RankCache, tail: Tail, event: BlocksStored, most: int) -> Iterator[int]:
+    """The tokens may be those of more blocks, of which vLLM keeps what a hit at the prompt's end needs. It does not say
+    which: they are taken for the last ones. If the prompt ends with a full block, they end one block before it, and
+    longer prompts match one block too much."""
+    space, size = index.space, event.block_size
+    root = space.root(cache.model, event.lora)
+    before = cache.tail_key(event.parent) if event.parent and not space.self_contained else root
+    count = _token_count(event) // size
+    skipped = count - len(event.hashes)
+    certain = count - tail.needed if skipped else 0
+    for start in range(0, count, most):
+        end = min(start + most, count)
+        content = _tokens_between(event, start, end)
+        first, last = max(start - skipped, 0), max(end - skipped, 0)
+        hashes, unkept = event.hashes[first:last], end - start - (last - first)
+        extras = None if event.extras is None else [()] * unkept + list(event.extras[first:last])
+        if start == 0 and not unkept and (not event.parent or len(hashes) > 1):
+            _keep_head(cache, event, hashes, content, extras)
+        keys: list[int] = []
+        if before is not None:
+            keys = space.keys(before, root, [0] * unkept + hashes, content, size, extras)
+            before = keys[-1]
+        for place, digest in enumerate(hashes, unkept):
+            index.store_tail(cache, tail, digest)
+            if keys and start + place >= certain:
+                tail.name(digest, keys[place])
+        yield end - start
 
 
 def _in_steps(steps: Iterator[int], blocks: int, most: int = STEP) -> Iterator[int] | None:
@@ -186,16 +247,15 @@ class _Store:
 
     def steps(self, most: int) -> Iterator[int]:
         """Store `most` blocks per step."""
-        event, tokens = self._event, self._event.tokens
-        width = event.block_size * TOKEN_BYTES
+        event = self._event
         for start in range(0, len(event.hashes), most):
             hashes = event.hashes[start : start + most]
             end = start + len(hashes)
-            if isinstance(tokens, bytes):
-                part = tokens[start * width : end * width]
-            else:
-                part = tokens.take(len(hashes) * event.block_size)
-            self.step(hashes, part, event.extras[start:end] if event.extras is not None else None)
+            self.step(
+                hashes,
+                _tokens_between(event, start, end),
+                event.extras[start:end] if event.extras is not None else None,
+            )
             yield len(hashes)
 
     def step(self, hashes: list[int], tokens: bytes, extras: Sequence[tuple[str, ...]] | None) -> None:
@@ -203,23 +263,12 @@ class _Store:
             self._keep_orphans(hashes, tokens, extras)
             return
         if self._fresh:
-            self._keep_head(hashes, tokens, extras)
+            self._fresh = False
+            _keep_head(self._shelf.cache, self._event, hashes, tokens, extras)
         keys = self._index.space.keys(self._before, self._root, hashes, tokens, self._event.block_size, extras)
         self._index.store(self._shelf, hashes, keys, self._depth, self._copies)
         self._before = keys[-1]
         self._depth += len(hashes)
-
-    def _keep_head(self, hashes: list[int], tokens: bytes, extras: Sequence[tuple[str, ...]] | None) -> None:
-        event, cache = self._event, self._shelf.cache
-        self._fresh = False
-        size = event.block_size
-        count = min(len(hashes), max(1, HEAD_TOKENS // size))
-        if size == cache.block_size <= HEAD_TOKENS:  # a connector's chunks have other hashes
-            more = tuple(extras[:count]) if extras is not None else ()
-            content = tokens[: count * size * TOKEN_BYTES]
-            first = not event.parent
-            head = Head(first, tuple(hashes[:count]), content, size, event.lora, more)
-            (cache.beginnings if first else cache.rests).append(head)
 
     def _keep_orphans(self, hashes: list[int], tokens: bytes, extras: Sequence[tuple[str, ...]] | None) -> None:
         shelf, event, orphans = self._shelf, self._event, self._index.orphans
@@ -233,6 +282,20 @@ class _Store:
             content = tokens[index * width : (index + 1) * width]
             orphans.add(Orphan(digest, self._parent, shelf, content, event.block_size, event.lora, more, until))
             self._parent = digest
+
+
+def _keep_head(
+    cache: RankCache, event: BlocksStored, hashes: list[int], tokens: bytes, extras: Sequence[tuple[str, ...]] | None
+) -> None:
+    """Remember the first blocks of a store."""
+    size = event.block_size
+    count = min(len(hashes), max(1, HEAD_TOKENS // size))
+    if size == cache.block_size <= HEAD_TOKENS:  # a connector's chunks have other hashes
+        more = tuple(extras[:count]) if extras is not None else ()
+        content = tokens[: count * size * TOKEN_BYTES]
+        first = not event.parent
+        head = Head(first, tuple(hashes[:count]), content, size, event.lora, more)
+        (cache.beginnings if first else cache.rests).append(head)
 
 
 def _store_nameless(index: KvIndex, cache: RankCache, group: int, tier: Tier, event: BlocksStored) -> Iterator[int]:

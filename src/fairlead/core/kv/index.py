@@ -5,7 +5,8 @@ Rules
   report each physical copy, and with two copies the first removal changes nothing (vLLM 0.32, measured).
 * A match has no gap from the first block on. Within a rank a block may be in any tier, and counts in the fastest. Over
   groups the shortest match counts, since all groups of a model need the block. It is cut to where sliding-window and
-  Mamba groups (`Tail`) hold what a hit needs. Ranks match one by one.
+  Mamba groups (`Tail`) hold what a hit needs; in models that have only these, they alone count. Ranks match one by
+  one.
 * Clearing takes effect immediately and is cheap: the rank's blocks are disowned and removed later, piece by piece
   (`tend`). No call does more than about 0.3 ms of work.
 * Memory is bounded by `max_blocks` copies. To make room, the shelf that has just grown is evicted from if it has more

@@ -115,6 +115,8 @@ class _Layout(NamedTuple):
     plain: bool
     #: These ranks, and the columns of their units.
     tailed: list[tuple[int, RankCache]]
+    #: Ranks that have only such groups, each with its number among those of the slot.
+    sole: list[tuple[int, RankCache]]
     #: Bits of one plane that stand for storage shared by all endpoints; `None` = there is none.
     shared: NDArray[np.uint64] | None
     #: One of its units; -1 = there is none.
@@ -177,6 +179,7 @@ class Matcher:
         numbers: dict[int, int] = {}
         units, slots, caches, ranks = [], [], [], []
         places = {id(cache): rank for held in self._caches.values() for rank, cache in enumerate(held.values())}
+        ranked = [cache for held in self._caches.values() for cache in held.values() if cache.slot != EVERYONE]
         tailed: list[tuple[int, RankCache]] = []
         several = {slot: len(held) for slot, held in self._caches.items() if len(held) > 1 and slot != EVERYONE}
         shared, shared_unit = 0, -1
@@ -200,6 +203,7 @@ class Matcher:
             (np.array([*several], np.int64), np.array([*several.values()], np.int64)),
             len(set(slots)) == len(slots) and not tailed,
             tailed,
+            [(places[id(cache)], cache) for cache in ranked if cache.tails and not cache.units],
             self._blocks.holders.words(shared) if shared else None,
             shared_unit,
         )
@@ -214,10 +218,12 @@ class Matcher:
             return None
         self.lookups += 1
         numbers = self._known(keys)
-        if not len(numbers):
-            return self.guess(None, chain, slots)
-        self.lookup_hits += len(numbers)
-        combined = self._combine(numbers, chain, slots)
+        combined = None
+        if len(numbers):
+            self.lookup_hits += len(numbers)
+            combined = self._combine(numbers, chain, slots)
+        if (self._layout or self._lay_out()).sole:
+            combined = self._add_sole(combined, chain, slots)
         if combined is not None:
             self.slot_hits += int(combined.blocks.max())
         return self.guess(combined, chain, slots)
@@ -270,6 +276,27 @@ class Matcher:
             return None
         return _by_slot(tiers, layout, everywhere, chain, self.ranks(slots, everywhere.sum()), slots)
 
+    def _add_sole(self, match: KvMatch | None, chain: BlockChain, slots: int) -> KvMatch | None:
+        """Add what ranks without full attention hold."""
+        keys = chain.keys.tolist()
+        for rank, cache in (self._layout or self._lay_out()).sole:
+            slot = cache.slot
+            blocks = cache.sole_hit(keys) if slot < slots and cache.block_size == chain.block_size else 0
+            if not blocks:
+                continue
+            if match is None:
+                match = self._empty(chain, slots)
+            if match.ranks is not None:
+                match.ranks.blocks[rank, slot] = max(match.ranks.blocks[rank, slot], blocks)
+            if blocks > match.blocks[slot]:
+                match.blocks[slot] = blocks
+                match.tiers[:, slot] = 0.0
+                match.tiers[0, slot] = blocks
+        return match
+
+    def _empty(self, chain: BlockChain, slots: int) -> KvMatch:
+        return KvMatch(np.zeros(slots), chain.block_size, np.zeros((1, slots)), self.ranks(slots, 0.0))
+
     def ranks(self, slots: int, blocks: float) -> Ranks | None:
         """Return `blocks` for each rank; `None` = every endpoint has one rank."""
         which, numbers = (self._layout or self._lay_out()).several
@@ -288,7 +315,7 @@ class Matcher:
             if slot >= slots:
                 continue
             if match is None:
-                match = KvMatch(np.zeros(slots), chain.block_size, np.zeros((1, slots)), self.ranks(slots, 0.0))
+                match = self._empty(chain, slots)
             match.blocks[slot] = max(match.blocks[slot], blocks)
             if match.ranks is not None:
                 match.ranks.sent[slot] = blocks

@@ -92,6 +92,64 @@ def test_a_hit_ends_with_a_state_of_each_mamba_group() -> None:
     assert one.depths(range(4)) == [2, 0, 0]
 
 
+def test_models_of_sliding_windows_only_are_matched_by_their_own_tokens() -> None:
+    # As vLLM 0.32 reports it: the tokens of the whole prompt, and the hashes of what a hit at its end needs.
+    window = {"group": 0, "kind": "sliding_window", "window": 9}
+    one = Fixture()
+    one.apply(BlocksStored([108, 109], 0, tokens(*range(10)), BLOCK, **window))  # type: ignore[arg-type]
+    assert one.depths(range(12)) == [10, 0, 0]
+    assert one.depths(range(9)) == [0, 0, 0]
+    one.apply(BlocksStored([110], 109, tokens(10), BLOCK, **window))  # type: ignore[arg-type]
+    assert one.depths(range(12)) == [11, 0, 0]
+    assert one.cache().block_size == BLOCK and [head.hashes for head in one.cache().stores()] == []
+    one.apply(BlocksRemoved([108], group=0))
+    assert one.depths(range(10)) == [0, 0, 0]
+    assert one.depths(range(12)) == [11, 0, 0]
+    one.store(range(20, 23), slot=1, **window)  # a prompt within the window, and all its blocks
+    assert one.depths(range(20, 22)) == [0, 2, 0]
+    assert one.depths(range(20, 21)) == [0, 1, 0], "a beginning needs no more than there is"
+    assert one.cache(1).stores(), "they say why a prediction failed"
+    match = one.find(range(20, 23))
+    assert match is not None and match.tiers[:, 1].tolist() == [3.0]
+    two = Fixture()
+    assert sum(Shelved(two.index, snapshot(one)).enter("a", 2, lambda cache, at: None)) == 2
+    two.index.tend(0.0)
+    assert two.depths(range(12)) == [0, 0, 11]
+    one.apply(AllCleared())
+    one.index.restarted(one.cache(1))
+    assert one.depths(range(12)) == one.depths(range(20, 23)) == [0, 0, 0]
+
+
+def test_ranks_of_a_model_of_sliding_windows_only() -> None:
+    one = Fixture()
+    for rank, end in ((0, 2), (1, 4)):
+        one.store(range(end), rank=rank, group=0, kind="sliding_window", window=9)
+    match = one.find(range(4))
+    assert match is not None and match.by_rank(0) == [2, 4] and match.expected().blocks[0] == 3
+
+
+def test_models_of_mamba_groups_only_are_matched_by_the_last_state_of_each_store() -> None:
+    one = Fixture()
+    one.apply(BlocksStored([101, 103], 0, tokens(*range(4)), BLOCK, group=0, kind="mamba"))
+    one.apply(BlocksStored([105], 103, tokens(4, 5), BLOCK, group=0, kind="mamba"))
+    one.apply(BlocksStored([109], 107, tokens(8, 9), BLOCK, group=0, kind="mamba"))  # a parent that is not known
+    assert one.depths(range(12)) == [6, 0, 0]
+    assert one.depths(range(5)) == [4, 0, 0]
+
+
+@pytest.mark.parametrize("tokens_of", [3, 9, 0])
+def test_stores_of_such_models_that_contradict_themselves_are_refused(tokens_of: int) -> None:
+    one = Fixture()
+    content = tokens(*range(4))[: 4 * tokens_of]
+    event = BlocksStored([101, 102], 0, content, BLOCK, group=0, kind="sliding_window", window=9)
+    if not content:
+        one.apply(event)  # only hashes: they match nothing
+        assert one.depths(range(2)) == [0, 0, 0]
+        return
+    with pytest.raises(ValueError, match="tokens"):
+        one.apply(event)
+
+
 def test_a_group_whose_kind_is_reported_late_is_no_longer_counted() -> None:
     one = Fixture()
     one.store(range(2), group=0)
