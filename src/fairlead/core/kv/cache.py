@@ -174,9 +174,6 @@ class RankCache(Struct, eq=False):
     provisional: bool = False
     #: The index dropped blocks to stay within its bounds. Only a cleared or new cache is complete again.
     dropped: bool = False
-    #: Whether our requests make the engine report reused blocks again (`kv_cache_report_mode`). Such stores start at
-    #: the root and are not additional copies.
-    reports: bool = False
     counts: Counts = field(default_factory=Counts)
     #: Its engine emptied it a moment ago: the calls of `ExactKnowledge.refresh` until that is forgotten.
     emptied: int = 0

@@ -217,7 +217,7 @@ def _each(hashes: list[int], change: Callable[[int], None]) -> Iterator[int]:
 class _Store:
     """A store in progress, and its position in the chain."""
 
-    __slots__ = ("_before", "_copies", "_depth", "_event", "_fresh", "_index", "_now", "_parent", "_root", "_shelf")
+    __slots__ = ("_before", "_depth", "_event", "_fresh", "_index", "_now", "_parent", "_root", "_shelf")
 
     def __init__(self, index: KvIndex, shelf: Shelf, event: BlocksStored, now: float) -> None:
         cache = shelf.cache
@@ -225,7 +225,6 @@ class _Store:
         self._shelf = shelf
         self._event = event
         self._now = now
-        self._copies = not (cache.reports and not event.parent)
         cache.note_size(event.block_size, shelf.tier)
         if event.lora:
             cache.numbered = event.lora.startswith("#")
@@ -266,7 +265,7 @@ class _Store:
             self._fresh = False
             _keep_head(self._shelf.cache, self._event, hashes, tokens, extras)
         keys = self._index.space.keys(self._before, self._root, hashes, tokens, self._event.block_size, extras)
-        self._index.store(self._shelf, hashes, keys, self._depth, self._copies)
+        self._index.store(self._shelf, hashes, keys, self._depth)
         self._before = keys[-1]
         self._depth += len(hashes)
 

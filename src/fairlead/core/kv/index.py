@@ -181,11 +181,11 @@ class KvIndex:
             self._give_bit(shelf)
         return shelf
 
-    def store(self, shelf: Shelf, hashes: list[int], keys: list[int], depth: int, copies: bool = True) -> None:
+    def store(self, shelf: Shelf, hashes: list[int], keys: list[int], depth: int) -> None:
         """Store consecutive blocks, at most a few hundred, the first one `depth` blocks after the beginning."""
         if shelf.dead:
             return
-        copies &= shelf.cache.slot != EVERYONE  # shared storage has one copy, whoever reports it
+        copies = shelf.cache.slot != EVERYONE  # shared storage has one copy, whoever reports it
         admitted = self.blocks.store(shelf, hashes, keys, depth, copies)
         self.entries += admitted
         self.admitted += admitted

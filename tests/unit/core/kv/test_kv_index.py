@@ -382,19 +382,6 @@ def test_orphans_are_bounded_and_expire() -> None:
     assert len(one.index.orphans) == 0
 
 
-def test_report_mode_adds_no_copy() -> None:
-    one = Fixture()
-    one.cache().reports = True
-    one.store(range(3))
-    one.store(range(3))
-    one.apply(BlocksRemoved([102]))
-    assert one.depths(range(3)) == [2, 0, 0]
-    one.cache().reports = False
-    one.store(range(2))
-    one.apply(BlocksRemoved([101]))
-    assert one.depths(range(3)) == [2, 0, 0]
-
-
 def test_two_hashes_of_one_content() -> None:
     one = Fixture()
     one.store(range(2))
