@@ -152,6 +152,28 @@ def encode(message: Batch | Snapshot) -> bytes:
     return _ENCODER.encode(message)
 
 
+class _Beginning(Struct, frozen=True, array_like=True, gc=False):
+    """What messages of all versions begin with: the name of their kind, and their version."""
+
+    kind: str
+    version: Count
+
+
+_BEGINNING = msgspec.msgpack.Decoder(_Beginning)
+
+
+def _other_version(payload: bytes) -> str:
+    """Return which version of the messages the other scheduler uses; empty = the same, or it is not known."""
+    try:
+        version = _BEGINNING.decode(payload).version
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    if version == VERSION:
+        return ""
+    older = "this one" if version > VERSION else "that one"
+    return f"it speaks version {version}, this one {VERSION}: upgrade {older}, so that both run the same Fairlead"
+
+
 def _reader(kind: type[_Message]) -> Callable[[bytes], _Message]:
     decoder = msgspec.msgpack.Decoder(kind)
 
@@ -160,11 +182,9 @@ def _reader(kind: type[_Message]) -> Callable[[bytes], _Message]:
         try:
             message = decoder.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ValueError(str(error)) from None
+            raise ValueError(_other_version(payload) or str(error)) from None
         if message.version != VERSION:
-            raise ValueError(
-                f"it has version {message.version}, and this is {VERSION}; run the same Fairlead everywhere"
-            )
+            raise ValueError(_other_version(payload))
         facts: Iterable[Charged | Sent | Avoided] = chain(message.charged, message.sent, message.avoided or ())
         failed = message.failed if isinstance(message, Batch) else ()
         if max(chain([fact.endpoint for fact in facts], failed), default=-1) >= len(message.endpoints):
