@@ -170,6 +170,8 @@ class RankCache(Struct, eq=False):
     kinds: dict[int, str] = {}
     #: The groups that a hit needs only at its end, and whose need is known.
     tails: dict[int, Tail] = {}
+    #: Some of them do not keep all blocks of a prompt that the engine has just computed.
+    sparse: bool = False
     #: History is missing, so unknown blocks may be cached, and some known blocks may be gone. Or see `dropped`.
     provisional: bool = False
     #: The index dropped blocks to stay within its bounds. Only a cleared or new cache is complete again.

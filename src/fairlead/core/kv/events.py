@@ -111,6 +111,7 @@ def _store(index: KvIndex, cache: RankCache, event: BlocksStored, now: float) ->
             index.clear_group(cache, group)  # its first events may have come without its kind
             needed = cache.needed(group, event.block_size, event.window)
             if tail := index.tail(cache, group, event.block_size, needed):
+                cache.sparse |= _token_count(event) > event.block_size * len(hashes)
                 if not cache.units and event.tokens:
                     return _store_sole(index, cache, tail, event)
                 return _in_steps(_each(hashes, partial(index.store_tail, cache, tail)), len(hashes))

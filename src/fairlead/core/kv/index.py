@@ -152,7 +152,7 @@ class KvIndex:
         """Forget all of one rank, because there is a new engine, whose history begins."""
         self.clear_rank(cache)
         cache.kinds, cache.tails = {}, {}
-        cache.numbered = cache.provisional = False
+        cache.numbered = cache.provisional = cache.sparse = False
         self.lives[cache.slot] += 1
         cache.lives = self.lives[cache.slot]
 

@@ -312,7 +312,9 @@ class Matcher:
         if not len(self._speculation):
             return match
         for slot, blocks in self._speculation.depths(chain.keys):
-            if slot >= slots:
+            if any(cache.sparse for cache in self._caches.get(slot, {}).values()):
+                blocks = self._speculation.continued(slot, chain.keys)
+            if slot >= slots or not blocks:
                 continue
             if match is None:
                 match = self._empty(chain, slots)

@@ -10,6 +10,8 @@ Rules
 * Only blocks at certain depths are entered: 1, 2, … 16, then in steps of about a sixteenth of the depth. These are 80
   entries for 1,000 blocks. A guess may be up to one sixteenth too short, but never too long.
 * Leases are counted: if one of two leases with the same prompt ends, the other still holds.
+* An engine that keeps only the last blocks of a prompt in some groups (`RankCache.sparse`) has hits only for prompts
+  that continue it. So only whole prompts count there.
 """
 
 from bisect import bisect_right
@@ -21,7 +23,7 @@ from msgspec import Struct
 from fairlead.core.kv.table import Keys
 
 #: Estimated bytes per entry and per lease.
-_ENTRY_SIZE, _LEASE_SIZE = 150, 400
+_ENTRY_SIZE, _LEASE_SIZE = 150, 500
 
 
 class Guess(Struct, eq=False, gc=False):
@@ -30,6 +32,9 @@ class Guess(Struct, eq=False, gc=False):
     slot: int
     keys: list[int]
     until: float
+    #: The number of its blocks, and the key of the last one.
+    blocks: int
+    end: int
 
 
 class Speculation:
@@ -40,6 +45,7 @@ class Speculation:
         self._depths = [1]
         #: An ordered set, in the order of sending.
         self._leases: OrderedDict[Guess, None] = OrderedDict()
+        self._by_slot: dict[int, dict[Guess, None]] = {}
         #: Key → slot → number of leases.
         self._holders: dict[int, dict[int, int]] = {}
 
@@ -66,8 +72,9 @@ class Speculation:
         for key in entered:
             slots = self._holders.setdefault(key, {})
             slots[slot] = slots.get(slot, 0) + 1
-        guess = Guess(slot, entered, until)
+        guess = Guess(slot, entered, until, len(keys), int(keys[-1]))
         self._leases[guess] = None
+        self._by_slot.setdefault(slot, {})[guess] = None
         if len(self._leases) > self.limit:
             self.release(next(iter(self._leases)))
         return guess
@@ -78,6 +85,10 @@ class Speculation:
         if ended not in self._leases:
             return
         del self._leases[ended]
+        of_slot = self._by_slot[ended.slot]
+        del of_slot[ended]
+        if not of_slot:
+            del self._by_slot[ended.slot]
         for key in ended.keys:
             slots = self._holders[key]
             if slots[ended.slot] > 1:
@@ -96,9 +107,16 @@ class Speculation:
             self.release(oldest)
 
     def drop_slot(self, slot: int) -> None:
-        """End all leases of a slot. O(leases)."""
-        for guess in [guess for guess in self._leases if guess.slot == slot]:
+        """End all leases of a slot."""
+        for guess in list(self._by_slot.get(slot, ())):
             self.release(guess)
+
+    def continued(self, slot: int, keys: Keys) -> int:
+        """Return the blocks of the longest prompt that was sent to the slot and that these keys continue. O(leases of
+        the slot)."""
+        sent = self._by_slot.get(slot, ())
+        fits = [guess for guess in sent if guess.blocks <= len(keys) and int(keys[guess.blocks - 1]) == guess.end]
+        return max((guess.blocks for guess in fits), default=0)
 
     def depths(self, keys: Keys) -> Iterator[tuple[int, int]]:
         """Iterate over (slot, blocks) of all slots that were sent at least the first block."""
@@ -125,4 +143,6 @@ class Speculation:
                 slots = counted.setdefault(key, {})
                 slots[lease.slot] = slots.get(lease.slot, 0) + 1
         assert counted == self._holders
+        assert self._leases.keys() == {guess for leases in self._by_slot.values() for guess in leases}
+        assert all(self._by_slot.values())
         assert len(self._leases) <= self.limit

@@ -493,6 +493,28 @@ def test_the_bound_is_kept_and_used_prompts_stay() -> None:
     assert sum(kept) > 500  # tails go first: what is left begins at the beginning
 
 
+def test_where_only_last_blocks_are_kept_a_sent_prompt_counts_for_those_that_continue_it() -> None:
+    one = Fixture()
+    keys = prompt_keys(one.index.space.root("m", ""), tokens(*range(100)), BLOCK)
+    sent = one.index.speculation.add(0, keys[:50], until=9.0)
+    assert one.depths(range(40)) == [40, 0, 0], "it is not known yet that blocks are left out"
+    one.apply(BlocksStored([208, 209], 0, tokens(*range(200, 210)), BLOCK, group=0, kind="sliding_window", window=9))
+    one.store(range(200, 210), group=1, kind="full_attention")
+    assert one.depths(range(40)) == [0, 0, 0]
+    assert one.depths(range(60)) == one.depths(range(50)) == [50, 0, 0]
+    shorter = one.index.speculation.add(0, keys[:30], until=9.0)
+    assert one.depths(range(40)) == [30, 0, 0]
+    assert sent is not None and shorter is not None
+    one.index.speculation.release(shorter)
+    one.index.speculation.release(sent)
+    assert one.depths(range(60)) == [0, 0, 0]
+    one.index.speculation.add(0, keys[:50], until=9.0)
+    one.index.restarted(one.cache())
+    assert one.depths(range(40)) == [40, 0, 0], "it may be another engine"
+    one.index.drop_slot(0)
+    assert len(one.index.speculation) == 0
+
+
 def test_speculation_ends_with_its_lease() -> None:
     one = Fixture()
     keys = prompt_keys(one.index.space.root("m", ""), tokens(*range(100)), BLOCK)
