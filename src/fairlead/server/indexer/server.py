@@ -51,6 +51,8 @@ class IndexSources(Struct, frozen=True, kw_only=True):
     metrics: Callable[[], Iterable[bytes]]
     #: Why the indexer is not ready; empty = ready.
     unready: Callable[[], Sequence[str]]
+    #: What it cannot do, although it is ready.
+    notes: Callable[[], Sequence[str]] = lambda: ()
     #: The pieces of a new snapshot.
     snapshot: Callable[[], Generator[bytes, None, None]]
     #: Loads a snapshot and returns how many endpoints get blocks from it; raises `ValueError`. `None` = not allowed.
@@ -168,7 +170,7 @@ class IndexServer(HttpPort):
         return web.json_response({"endpoints": taken})
 
     async def _readyz(self, request: web.Request) -> web.Response:
-        return readiness(self._sources.unready())
+        return readiness(self._sources.unready(), self._sources.notes())
 
     async def _metrics(self, request: web.Request) -> web.Response:
         parts = await in_turns(self._sources.metrics())

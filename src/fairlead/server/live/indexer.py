@@ -7,6 +7,7 @@ the indexer first reports itself as not ready, then finishes the queries in prog
 import asyncio
 import contextlib
 import signal
+import time
 from typing import Any
 
 from fairlead.config.checks import is_loopback
@@ -26,8 +27,12 @@ from fairlead.server.observe.component_metrics import KubeMetrics
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.kv_metrics import show_indexer
 from fairlead.server.observe.log import get
+from fairlead.server.observe.troubles import Troubles
 
 log = get("indexer")
+
+#: Seconds between two checks of troubles.
+_LOOK_S = 0.5
 
 
 class LiveIndexer:
@@ -46,6 +51,9 @@ class LiveIndexer:
         took = show_indexer(self._registry, self.kv.exact.index, lambda: self.service.asked)
         self.service = IndexService(self.kv.exact, self.fleet.table.slots, lambda: self.kv.prompts.tokeniser, took)
         self._kube_metrics = KubeMetrics(self._registry)
+        self._troubles = Troubles(self._registry, time.monotonic)
+        self._troubles.watch("kv-snapshot", self.kv.unsaved)
+        self._troubles.watch("kv-events", self.kv.unheard)
         self._take = self.kv.take if accept_snapshots else None
 
     def stop(self) -> None:
@@ -64,12 +72,18 @@ class LiveIndexer:
             await self.kv.start(stack)
             await self._follow(stack)
             await self._serve(stack)
+            self._look(loop)
+            stack.callback(lambda: self._timer.cancel())
             settle_memory()
             self._set_ready("start", "")
             log.info("ready", url=f"http://{self._host}:{self.port}/", endpoints=self.fleet.table.count)
             await self._stopping.wait()
             self._set_ready("stop", "shutting down")
             log.info("stopping")
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._troubles.look()
+        self._timer = loop.call_later(_LOOK_S, self._look, loop)
 
     async def _follow(self, stack: contextlib.AsyncExitStack) -> None:
         config = self.config
@@ -82,6 +96,7 @@ class LiveIndexer:
         sources = IndexSources(
             metrics=self._registry.parts,
             unready=self._reasons,
+            notes=lambda: [*self._troubles.look().values()],
             snapshot=self.kv.snapshot,
             take=self._take,
             on_error=lambda page, error: log.error("a page failed", exc=error, page=page),
