@@ -447,7 +447,7 @@ class KvEvents(Section):
     )
     curve: KvCurve | None = Field(default=None, description="Encrypt and authenticate by CurveZMQ.")
     snapshot: Annotated[str, RELATIVE, CHECKED_ELSEWHERE] = Field(
-        default="", description="File that keeps the index over restarts; empty = none."
+        default="", description="File that keeps the index over restarts, written by one process; empty = none."
     )
     snapshot_interval: PositiveSeconds = Field(default=60.0, description="How often the snapshot is written.")
     max_blocks: int = Field(
