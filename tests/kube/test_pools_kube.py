@@ -4,15 +4,18 @@ scheduler has the chart's rights."""
 
 import asyncio
 import json
+import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kc_objects import leader_service, model, pool, until
 from kc_pods import PodServer, pod_servers
-from kc_replicas import Replica, bootstrap_of, ext_proc_cluster, host
+from kc_replicas import SLICE, ControlPlane, Replica, bootstrap_of, ext_proc_cluster, host
 from kc_traffic import Traffic, one
 from kr_client import Refused
 from kr_cluster import Cluster
@@ -181,3 +184,160 @@ async def test_pools_come_and_go_in_one_process(
     finally:
         for pod in pods:
             await pod.stop()
+
+
+#: Seconds for which the schedulers' API server is away.
+AWAY_S = 10.0
+OUTAGE_IPS = {"a": "10.244.0.7", "b": "10.244.0.8"}
+
+
+class Outage:
+    """Two schedulers of two pools, whose API server may be away while another one, of the same cluster, takes changes.
+    The gateways find the leader as their control plane does."""
+
+    def __init__(self, cluster: Cluster, away: Cluster, directory: Path, pods: list[PodServer]) -> None:
+        self.cluster, self.away, self.directory, self.pods = cluster, away, directory, pods
+        self.replicas: list[Replica] = []
+        self.namespaces = [cluster.namespace("a"), cluster.namespace("b")]
+
+    def apply(self, namespace: str, name: str, *indexes: int) -> None:
+        """A pool with these pods, its Service and a model."""
+        for index in indexes:
+            self.pod(namespace, name, index)
+        self.cluster.admin.apply(leader_service(f"{name}-epp"), namespace)
+        wanted = pool(name, (self.pods[0].port,), app=name)
+        wanted["spec"]["endpointPickerRef"]["name"] = f"{name}-epp"
+        self.cluster.admin.apply(wanted, namespace)
+        self.cluster.admin.apply(model(f"{name}-chat", "chat", of=name), namespace)
+
+    def pod(self, namespace: str, name: str, index: int) -> None:
+        self.cluster.pod(namespace, f"{name}-{index}", self.pods[index].address, labels={"app": name})
+
+    async def replace(self, namespace: str, name: str, former: int, later: int) -> None:
+        await asyncio.to_thread(self.pod, namespace, name, later)
+        await asyncio.to_thread(self.cluster.delete_pod, namespace, f"{name}-{former}")
+        await self.pods[former].drain()
+
+    def start(self, processes: list[Child]) -> None:
+        election = {"enabled": True, "leaseName": "epp", "leaseDuration": 4, "renewDeadline": 3, "retryPeriod": 1}
+        kubeconfig = str(self.away.kubeconfig(self.directory / "kubeconfig"))
+        settings = {"namespaces": ["*"], "namespace": "a", "kubeconfig": kubeconfig, "leaderElection": election}
+        for name, ip in OUTAGE_IPS.items():
+            replica = Replica(self.directory, name, ip)
+            ext_proc, admin = free_ports(2)
+            replica.config = {
+                "gateway": {"mode": "none"},
+                "kubernetes": settings,
+                "extProc": {"host": "127.0.0.1", "port": ext_proc},
+                "admin": {"port": admin},
+            }
+            processes.append(replica)
+            self.replicas.append(replica.again())
+
+    async def gateway(self, stack: AsyncExitStack, processes: list[Child], namespace: str, name: str) -> int:
+        directory = self.directory / name
+        await asyncio.to_thread(directory.mkdir)
+        wanted = {**SLICE, "metadata": {"name": f"{name}-epp-ipv4"}}
+        plane = ControlPlane(self.cluster, namespace, directory, endpoint_slice=wanted)
+        plane.network = {replica.ip: replica.ext_proc for replica in self.replicas}
+        await stack.enter_async_context(plane)
+        text = json.dumps(plane.gateway(free_ports(1)[0], self.pods))
+        authority = f'"authority": "{name}-epp.{namespace}.svc:9002"'
+        envoy = Envoy(directory, f"envoy-{name}")
+        processes.append(envoy)
+        await asyncio.to_thread(envoy.start, json.loads(text.replace('"authority": "fairlead"', authority)))
+        async with asyncio.timeout(30):
+            while await answered(envoy.port) != 200:
+                await asyncio.sleep(0.05)
+        return envoy.port
+
+    async def listed(self, replica: Replica, key: str) -> set[str]:
+        status, page = await asyncio.to_thread(get_page, f"{replica.admin}/debug/endpoints?pool={key}")
+        return {one["address"].partition(":")[0] for one in json.loads(page)["endpoints"]} if status == 200 else set()
+
+    def named(self, namespace: str, name: str) -> list[str]:
+        found = self.cluster.admin.get({**SLICE, "metadata": {"name": f"{name}-epp-ipv4"}}, namespace)
+        return [address for one in found.get("endpoints") or () for address in one["addresses"]]
+
+    def told(self, namespace: str, name: str) -> str:
+        found = self.cluster.admin.get(model(f"{name}-chat", "chat"), namespace)
+        conditions = found.get("status", {}).get("conditions", [{}])
+        return str(conditions[0].get("reason"))
+
+    async def loses_the_leader(self, to_qwen: int) -> None:
+        """It dies during an outage in which a pool is deleted: the next one cleans up after it."""
+        ready = [await replica.ready() for replica in self.replicas]
+        assert sorted(ready) == [False, True]
+        leader, other = (self.replicas[ready.index(state)] for state in (True, False))
+        await asyncio.to_thread(self.away.kill)
+        leader.signal(signal.SIGKILL)
+        await leader.wait()
+        await asyncio.to_thread(self.cluster.admin.delete, pool("later"), "a")
+        assert await asyncio.to_thread(self.named, "a", "later") == [leader.ip]
+        await asyncio.to_thread(self.away.start)
+        await self.comes(lambda: self.named("b", "qwen"), [other.ip])
+        await self.comes(lambda: self.named("a", "later"), [])
+        await self.comes(lambda: self.told("a", "later"), "PoolNotFound")
+        async with asyncio.timeout(20):
+            while await answered(to_qwen) != 200:
+                await asyncio.sleep(0.05)
+        await asyncio.to_thread(other.end)
+        assert 'a pool was deleted; its running requests may finish" pool=b/qwen' not in other.said()
+
+    async def comes(self, check: Callable[[], object], wanted: object) -> None:
+        async with asyncio.timeout(30):
+            while await asyncio.to_thread(check) != wanted:
+                await asyncio.sleep(0.1)
+
+
+async def test_pods_and_pools_change_while_the_api_server_is_away(
+    own_kube: Callable[..., Cluster], tmp_path: Path, processes: list[Child]
+) -> None:
+    require_envoy()
+    cluster = await asyncio.to_thread(own_kube)
+    await asyncio.to_thread(cluster.install_crds)
+    away = await asyncio.to_thread(lambda: own_kube(twin_of=cluster))
+    pods = await pod_servers(8)
+    world = await asyncio.to_thread(Outage, cluster, away, tmp_path, pods)
+    try:
+        async with AsyncExitStack() as stack:
+            for namespace, name, *indexes in (("a", "llama", 0, 1), ("b", "qwen", 2, 3), ("b", "former", 6)):
+                await asyncio.to_thread(world.apply, namespace, name, *indexes)
+            await asyncio.to_thread(world.start, processes)
+            to_llama = await world.gateway(stack, processes, "a", "llama")
+            to_qwen = await world.gateway(stack, processes, "b", "qwen")
+            await world.comes(lambda: world.told("b", "former"), "Accepted")
+            await world.comes(lambda: len(world.named("b", "former")), 1)
+            async with Traffic(to_llama) as llama, Traffic(to_qwen) as qwen:
+                await until(lambda: all(pod.served > 5 for pod in pods[:4]), "traffic to both pools")
+                await asyncio.to_thread(away.kill)
+                began = time.monotonic()
+                await asyncio.sleep(1.0)
+                await world.replace("a", "llama", 0, 4)
+                await world.replace("b", "qwen", 2, 5)
+                await asyncio.to_thread(cluster.admin.delete, pool("former"), "b")
+                await asyncio.to_thread(world.apply, "a", "later", 7)
+                seen = llama.total, qwen.total
+                await until(lambda: llama.total > seen[0] + 200 and qwen.total > seen[1] + 200, "traffic goes on")
+                await asyncio.sleep(began + AWAY_S - time.monotonic())
+                await asyncio.to_thread(away.start)
+                wanted = {"a/llama": {1, 4}, "b/qwen": {3, 5}, "a/later": {7}, "b/former": set[int]()}
+                for replica in world.replicas:
+                    async with asyncio.timeout(30):
+                        for key, indexes_of in wanted.items():
+                            while await world.listed(replica, key) != {pods[index].address for index in indexes_of}:
+                                await asyncio.sleep(0.05)
+                await until(lambda: pods[4].served > 5 and pods[5].served > 5, "traffic to the new pods")
+                await world.comes(lambda: world.named("b", "former"), [])
+                await world.comes(lambda: world.told("b", "former"), "PoolNotFound")
+                await world.comes(lambda: world.told("a", "later"), "Accepted")
+                for namespace, name in (("a", "llama"), ("b", "qwen"), ("a", "later")):
+                    await world.comes(lambda space=namespace, of=name: len(world.named(space, of)), 1)  # type: ignore[misc]
+            to_later = await world.gateway(stack, processes, "a", "later")
+            assert await answered(to_later) == 200
+            for traffic in (llama, qwen):
+                assert set(traffic.statuses) == {200}, (traffic.statuses, traffic.answers[:3])
+            await world.loses_the_leader(to_qwen)
+    finally:
+        for server in pods:
+            await server.stop()

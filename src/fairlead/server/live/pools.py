@@ -214,7 +214,10 @@ class OpenedPool:
             pools.host.drop(self._key)
             pools._ending[self._key] = self
             scheduler.empty_queue()
-            log.info("a pool was deleted; its running requests may finish", pool=self._key, running=scheduler.leases)
+            if not at_once:
+                log.info(
+                    "a pool was deleted; its running requests may finish", pool=self._key, running=scheduler.leases
+                )
         until = loop.time() + (0 if at_once else DRAIN_SECONDS)
         while scheduler.leases and loop.time() < until and not self._closed.is_set():
             await asyncio.sleep(_POLL)
