@@ -15,6 +15,7 @@ from kc_objects import model, pool, rewrite, until
 from kc_pods import H2Pod, PodServer, pod_servers
 from kc_traffic import Traffic, load, one
 from kr_cluster import Cluster
+from ports import free_ports
 
 from gw_processes import Serve, get_page, require_envoy, sees_the_scheduler  # isort: skip  (kc_traffic shows where it is)
 
@@ -288,3 +289,58 @@ async def test_no_pool_no_readiness(world: World) -> None:
     async with asyncio.timeout(20):
         while (await one(world.serve.port, "x")).status != 200:
             await asyncio.sleep(0.05)
+
+
+async def test_workers_and_the_gateway_die_while_the_api_server_is_away(
+    own_kube: Callable[..., Cluster], tmp_path: Path, processes: list[Serve]
+) -> None:
+    """And pods are replaced meanwhile, as a second API server of the same cluster is told."""
+    require_envoy()
+    cluster = await asyncio.to_thread(own_kube)
+    await asyncio.to_thread(cluster.install_crds)
+    away = await asyncio.to_thread(lambda: own_kube(twin_of=cluster))
+    pods = await pod_servers(4)
+    serve = Serve(tmp_path)
+    processes.append(serve)
+    world = World(cluster, "default", serve, pods)
+    try:
+        await world.apply(pool(ports=(pods[0].port,)))
+        for index in range(3):
+            await world.pod(index)
+        kubeconfig = away.kubeconfig(tmp_path / "kubeconfig")
+        first = free_ports(4)[0]
+        config = {
+            "kubernetes": {"pool": "llama", "namespace": "default", "kubeconfig": str(kubeconfig)},
+            "extProc": {"port": first},
+            "admin": {"port": first + 2},
+        }
+        await asyncio.to_thread(serve.start, config, 2)
+        await sees_the_scheduler(serve.gateway)
+        async with Traffic(serve.port) as traffic:
+            await until(lambda: all(pod.served > 5 for pod in pods[:3]), "traffic to all pods")
+            await asyncio.to_thread(away.kill)
+            await asyncio.sleep(1.0)
+            await world.pod(3)
+            await world.call(cluster.delete_pod, "default", "pod-0")
+            await pods[0].drain()
+            seen = traffic.total
+            await until(lambda: traffic.total > seen + 200, "traffic goes on without pod-0")
+            for number in serve.scheduler_pids():
+                os.kill(number, signal.SIGKILL)
+                enough = traffic.total + 500
+                await until(lambda enough=enough: traffic.total > enough, "traffic goes on")  # type: ignore[misc]
+        # What runs when Envoy dies, and for a moment after it, fails. The new one knows the last endpoints.
+        assert set(traffic.statuses) == {200}, (traffic.statuses, traffic.answers[:3])
+        former = serve.envoy_pid()
+        os.kill(former, signal.SIGKILL)
+        await until(lambda: serve.envoy_pid() not in (0, former), "a new Envoy")
+        await asyncio.to_thread(serve.poll_until, lambda: get_page(f"http://127.0.0.1:{serve.port}/v1/models")[0])
+        async with Traffic(serve.port) as traffic:
+            await until(lambda: traffic.total > 200, "traffic goes on with a new Envoy")
+            await asyncio.to_thread(away.start)
+            await until(lambda: pods[3].served > 5, "traffic to the new pod")
+            await world.has(1, 2, 3)
+        assert set(traffic.statuses) == {200}, (traffic.statuses, traffic.answers[:3])
+    finally:
+        for server in pods:
+            await server.stop()
