@@ -1,7 +1,7 @@
 """The fleet: the one object that changes what is known about endpoints, and the view of it that policies read."""
 
 from bisect import bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from math import inf, log2
 from typing import cast
@@ -18,6 +18,7 @@ from fairlead.core.learned import Common, EndpointLearned, Look, Part, PrefixesL
 from fairlead.core.ledger import Lease, Ledger
 from fairlead.core.predictor import HANDOVER_MOST, HANDOVER_SHARE, Predictor
 from fairlead.core.prefix import DEFAULT_CAPACITY, PrefixIndex
+from fairlead.core.rates import PrefillShare
 from fairlead.core.records import Forecast
 from fairlead.core.request import Request
 from fairlead.core.stalls import OVERDUE_S, Stalls
@@ -39,6 +40,9 @@ BLIND_S = 1.0
 ANSWERED = 512
 #: Labels with one of these words in their name distinguish engines of different speed. Others may be unique to a pod.
 LOOKS = ("model", "role", "gpu", "accelerator", "hardware", "instance-type", "engine", "version", "template-hash")
+#: Requests wait for a sequence slot where less than this share of an engine's time goes into prompts, while at least
+#: this share of those that run have their first token.
+PROMPTS, ANSWERING = 0.5, 0.75
 #: More requests or tokens than any endpoint really has. Higher readings are cut to it, so that sums stay exact.
 MOST = 1e9
 #: Upper bound of one lease's prefill work, in microseconds. Thousands of them still add up without rounding.
@@ -78,6 +82,8 @@ class Fleet:
         self.bytes_per_token = self._budgeted_with = BYTES_PER_TOKEN
         #: By slot: state restored for an endpoint that has not been scraped since, and the clock seconds of its saving.
         self._recalled: dict[int, tuple[EndpointLearned, float]] = {}
+        #: By slot the share of its time that the engine spends on prompts.
+        self._prompts = defaultdict[int, PrefillShare](PrefillShare)
         #: By slot: how many parts of its prefixes were restored, and the oldest block among them.
         self._extending: dict[int, tuple[int, int | None]] = {}
         #: Ids of endpoints whose cache was found empty. The pipeline takes them out.
@@ -144,6 +150,7 @@ class Fleet:
         self.table.remove(slot)
         del self._looks[slot]
         self._recalled.pop(slot, None)
+        self._prompts.pop(slot, None)
         self._extending.pop(slot, None)
         self._broken_off.pop(slot, None)
         self._answered.clear()
@@ -203,17 +210,23 @@ class Fleet:
 
     def _learn_limit(self, slot: int, waiting: float, running: float, now: float) -> None:
         """Learn from a scrape how many sequences the engine runs at once: only where answers run, while memory has room
-        for about two more requests and the queued work, or one whole step of it, is overdue. Overdue by the prior's
-        speed if that is faster than the learned one: while the limit is unknown, waits for a sequence slot are learned
-        as slow prefill."""
+        for about two more requests, and where requests do not wait for prompts to be computed. They do not if the
+        queued work, or one whole step of it, is overdue. Nor do they if the engine spends little of its time on
+        prompts, and nearly all that run are past theirs: where answers are short, some request always begins.
+
+        Both go by the prior's speed if that is faster than the learned one: while the limit is unknown, waits for a
+        sequence slot are learned as slow prefill."""
         table = self.table
         engines, endpoint = max(table.ranks[slot], 1.0), table.endpoints[slot]
-        due_ms = min(self.predictor.rates.prefill[slot], 1.0) * min(
-            table.queued_ms[slot] / engines, self._prior.whole_step_ms
-        )
+        factor = min(self.predictor.rates.prefill[slot], 1.0)
+        due_ms = factor * min(table.queued_ms[slot] / engines, self._prior.whole_step_ms)
         overdue = now * 1e3 - table.prefill_since_ms[slot] > due_ms
+        prompts = self._prompts[slot]
+        prompts.sampled(now, self.ledger.account(slot).done_work / engines, waiting >= 1.0)
+        answering = table.inflight[slot] - table.pending[slot] >= ANSWERING * running
+        free = answering and factor * prompts.value < PROMPTS
         roomy = table.kv[slot] * (1.0 + 2.0 / max(running / engines, 1.0)) < CROWDED
-        if overdue and roomy and endpoint is not None and not endpoint.only_prefills:
+        if (overdue or free) and roomy and endpoint is not None and not endpoint.only_prefills:
             self.predictor.rates.sampled(slot, waiting, running)
 
     def _sized(self, slot: int, sample: Sample) -> None:

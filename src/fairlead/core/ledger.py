@@ -169,6 +169,8 @@ class Account(Struct, eq=False):
     pending_work: float = 0.0
     #: Pending leases (not sequences) that are blind.
     blind: int = 0
+    #: Work of all leases whose prefill part is over; never reduced.
+    done_work: float = 0.0
     #: Work of all blind leases that were ever charged; never reduced.
     blind_work: float = 0.0
     #: Clock seconds when the engine began with the first pending lease.
@@ -232,6 +234,7 @@ class Account(Struct, eq=False):
             self.pending -= lease.sequences
             self.pending_tokens -= lease.uncached_tokens
             self.pending_work -= lease.work_us
+            self.done_work += lease.work_us
             if lease.blind:
                 self.blind -= 1
             if self.early and lease.charged_at < self.scraped:

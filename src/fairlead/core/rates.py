@@ -42,7 +42,7 @@ Rules
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Hashable, Sequence
-from math import exp, log, sqrt
+from math import exp, inf, log, sqrt
 from typing import cast
 
 import numpy as np
@@ -172,6 +172,10 @@ UNLIKE, LIKE_SD, UNLIKE_SD = 0.1, 0.02, 1.0
 NOISE, LEAST_NOISE, NOISE_SHARE = 0.09, 0.01, 0.02
 #: A limit of sequences is believed if about `LIMIT_HITS` of the last `LIMIT_SCRAPES` scrapes show it.
 LIMIT_SCRAPES, LIMIT_HITS = 20.0, 1.9
+#: The time constant of `PrefillShare`, s: several steps.
+SHARE_S = 2.0
+#: Scrapes in which as many run as the limit and none waits, until one more is let through to see whether it waits.
+LIMIT_TRUSTED = 100
 _LIKE, _UNLIKE = LIKE_SD * LIKE_SD, UNLIKE_SD * UNLIKE_SD
 _LOG_OUTLIER = log(OUTLIER)
 #: Bound of an endpoint's own mean, which is a logarithm.
@@ -203,8 +207,16 @@ class _Limit(Struct):
     below: float = 0.0
     #: The limit; 0 = unknown.
     known: float = 0.0
+    #: Scrapes since the limit was last seen to keep requests waiting, in which as many ran and none waited.
+    untested: int = 0
+
+    @property
+    def now(self) -> float:
+        """The limit to go by. One more once it is long untested: a wrong one would keep itself from being shown."""
+        return self.known + 1.0 if self.known and self.untested >= LIMIT_TRUSTED else self.known
 
     def sampled(self, waiting: float, running: float) -> None:
+        self.untested = 0 if waiting >= 1.0 else self.untested + (running >= self.known)
         if running > self.peak:
             # More than the known limit run while others wait: then the limit is higher, but there still is one.
             self.known = running if self.known and waiting >= 1.0 else 0.0
@@ -218,6 +230,23 @@ class _Limit(Struct):
                 self.known = 0.0
             elif self.at_peak >= LIMIT_HITS and self.at_peak >= 3.0 * self.below:
                 self.known = self.peak
+
+
+class PrefillShare(Struct):
+    """The share of its time that an engine with waiting requests spends on prompts, by the prior's speed."""
+
+    _at: float = inf
+    _done_us: float = 0.0
+    #: Mean over about the last `SHARE_S` seconds; 1 while none waits.
+    value: float = 1.0
+
+    def sampled(self, now: float, done_us: float, waiting: bool) -> None:
+        """Take a reading. `done_us`: the work per engine of all prompts so far that were computed."""
+        seconds, done = now - self._at, 1e-6 * (done_us - self._done_us)
+        self._at, self._done_us = now, done_us
+        if seconds > 0.0:
+            share = min(done / seconds, 2.0) if waiting and done >= 0.0 else 1.0
+            self.value += min(seconds / SHARE_S, 1.0) * (share - self.value)
 
 
 class _Class:
@@ -494,7 +523,7 @@ class Rates:
 
     def limit(self, slot: int) -> float:
         """Return how many sequences the endpoint runs at once; 0 = unknown."""
-        return self._classes[self._looks[slot]].limit.known
+        return self._classes[self._looks[slot]].limit.now
 
     def _publish(self, alike: _Class) -> None:
         """Write the factors of a class to the columns of all its members."""

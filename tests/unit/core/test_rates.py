@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from fairlead.core.cost import PRIOR
-from fairlead.core.rates import LIMIT_HITS, SLOWEST, Rates
+from fairlead.core.rates import LIMIT_HITS, LIMIT_TRUSTED, SLOWEST, Rates
 
 
 class Engines:
@@ -225,6 +225,20 @@ class TestLimits:
         assert rates.limit(0) == 5.0, "others wait: so the limit was only not reached before"
         rates.sampled(0, 0.0, 6.0)
         assert rates.limit(0) == 0.0
+
+    def test_a_limit_that_nothing_shows_any_more_is_tested_by_one_more(self) -> None:
+        rates = pool(1)
+        for _ in range(4):
+            rates.sampled(0, 1.0, 4.0)
+        for _ in range(LIMIT_TRUSTED):
+            assert rates.limit(0) == 4.0
+            rates.sampled(0, 0.0, 4.0)
+        assert rates.limit(0) == 5.0
+        rates.sampled(0, 1.0, 4.0)
+        assert rates.limit(0) == 4.0, "one waits: it is the limit indeed"
+        for _ in range(2 * LIMIT_TRUSTED):
+            rates.sampled(0, 0.0, 3.0)
+        assert rates.limit(0) == 4.0, "fewer run: nothing is held because of it"
 
     def test_numbers_that_go_up_and_down_are_no_limit(self) -> None:
         rates, rng = pool(1), Random(9)

@@ -17,13 +17,15 @@ AT_ONCE = "flowControl: {enabled: false}"
 TTL = "flowControl: {ttl: 590s, limits: {band: {requests: null}}"
 
 
-def records(tenant: str, rate: float, seconds: float, tokens: int = 6000, priority: int = 0) -> list[Record]:
+def records(
+    tenant: str, rate: float, seconds: float, tokens: int = 6000, priority: int = 0, out: int = 2
+) -> list[Record]:
     return [
         Record(
             id=f"{tenant}-{i}",
             arrival_us=int(i / rate * 1e6),
             in_tokens=tokens,
-            out_tokens=2,
+            out_tokens=out,
             tenant=tenant,
             priority=priority,
             block_size=64,
@@ -91,6 +93,13 @@ def test_long_prompts_do_not_hold_up_short_ones() -> None:
     queued = run(TTL + "}", *groups)
     at_once = run(AT_ONCE, *groups)
     assert fmean(queued.ttft["short"]) < fmean(at_once.ttft["short"]) / 3
+
+
+def test_a_priority_counts_where_many_short_answers_fill_all_sequences() -> None:
+    """Some request begins every 25 ms, so that none ever seems to wait for a sequence slot."""
+    found = run(TTL + "}", records("high", 4.0, 20, 200, 1, 100), records("flood", 60.0, 20, 200, 0, 100), max_seqs=64)
+    late = {tenant: ttft[len(ttft) // 2 :] for tenant, ttft in found.ttft.items()}
+    assert fmean(late["high"]) < fmean(late["flood"]) / 3
 
 
 def loops(tenant: str, workers: int, each: int, tokens: int, out: int, stream: bool) -> list[Record]:
