@@ -20,6 +20,9 @@ from fairlead.lab.simulator.replay import replay
 CANARY = "sphinx of black quartz"
 REQUESTS = 60
 HEADER = "x-fairlead-decision"
+MODEL = "meta-llama/Llama-3.1-8B-Instruct"
+#: A name that is refused.
+RESERVED = "reserved"
 
 
 class Running:
@@ -38,6 +41,7 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
         "extProc": {"port": ports[1]},
         "admin": {"port": ports[2]},
         "endpoints": endpoints,
+        "models": {"list": [{"name": RESERVED, "targets": {MODEL: 0}}], "unmatched": "pass"},
         "journal": {"path": str(found.journal), "flush": 0.05, "header": HEADER},
     }
     file = tmp_path / "fairlead.yaml"
@@ -51,9 +55,9 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
             yield found
 
 
-async def ask(session: aiohttp.ClientSession, url: str, number: int) -> tuple[int, str]:
+async def ask(session: aiohttp.ClientSession, url: str, number: int, model: str = MODEL) -> tuple[int, str]:
     body = {
-        "model": "meta-llama/Llama-3.1-8B-Instruct",
+        "model": model,
         "max_tokens": 4,
         "stream": number % 3 > 0,
         "messages": [{"role": "user", "content": f"{CANARY} {number % 7} " * 300 + str(number)}],
@@ -118,3 +122,11 @@ async def test_a_live_run_is_explained_replayed_and_holds_no_words(running: Runn
         if len(word) > 2:
             assert word.encode() not in everything, word
     assert b"mine-" not in file.read_bytes()
+
+
+async def test_a_refusal_names_its_decision(running: Running) -> None:
+    async with aiohttp.ClientSession() as session:
+        status, name = await ask(session, running.gateway, 1, model=RESERVED)
+    assert status == 404
+    shown = await asyncio.to_thread(call, "explain", name, "--admin", running.admin)
+    assert "nowhere (model_not_found)" in shown.output

@@ -196,8 +196,8 @@ def rest_of_request(mode: BodyMode, body: bytes, chunks: int, trailers: bool) ->
     return messages
 
 
-def refusal(reject: Reject) -> bytes:
-    """ImmediateResponse for a request that was not scheduled."""
+def refusal(reject: Reject, lease: str) -> bytes:
+    """ImmediateResponse for a request that was not scheduled, or was evicted. `lease`: the id of its decision."""
     headers = {"content-type": content_type(reject.api)}
     if reject.reason.startswith(_DROPPED):
         headers[DROPPED_REASON] = reject.reason
@@ -205,14 +205,20 @@ def refusal(reject: Reject) -> bytes:
         headers["retry-after"] = str(max(1, round(reject.retry_after_s)))
     body = error_body(reject.api, reject.status, reject.message, param=reject.param, code=reject.reason)
     grpc = grpc_status(reject.api, reject.status)
-    return ext_proc.immediate(reject.status, headers, body, details=f"fairlead.{reject.reason}", grpc_status=grpc)
+    return ext_proc.immediate(reject.status, headers, body, f"fairlead.{reject.reason}", grpc, _decision(lease))
 
 
-def client_error(api: str, status: int, message: str, param: str | None, code: str | None) -> bytes:
-    """ImmediateResponse for a request that could not be read."""
+def client_error(api: str, status: int, message: str, param: str | None, code: str | None, lease: str = "") -> bytes:
+    """ImmediateResponse for a request that could not be read. `lease`: the id of its decision; empty = it has none."""
     body = error_body(api, status, message, param=param, code=code)
     headers, grpc = {"content-type": content_type(api)}, grpc_status(api, status)
-    return ext_proc.immediate(status, headers, body, details="fairlead.bad-request", grpc_status=grpc)
+    metadata = _decision(lease) if lease else b""
+    return ext_proc.immediate(status, headers, body, "fairlead.bad-request", grpc, metadata)
+
+
+def _decision(lease: str) -> bytes:
+    """The metadata from which a gateway names the decision to the client (`journal.header`), as after a pick."""
+    return ext_proc.lb_metadata({LEASE_KEY: lease.encode()})
 
 
 def client_is_told(served: str) -> bytes:

@@ -423,16 +423,23 @@ def _echo_head(kind: Kind, size: int) -> bytes:
     return field(_ANSWER[kind], field(1, field(3, field(3, content))))[: -size or None]
 
 
-def immediate(status: int, headers: Mapping[str, str], body: bytes, details: str = "", grpc_status: int = -1) -> bytes:
+def immediate(
+    status: int,
+    headers: Mapping[str, str],
+    body: bytes,
+    details: str = "",
+    grpc_status: int = -1,
+    metadata: bytes = b"",
+) -> bytes:
     """Answer the client directly. `details` appears in Envoy's response code details. A `grpc_status` of 0 or more is
-    sent to clients that speak gRPC, with the body as its message; -1 = none."""
+    sent to clients that speak gRPC, with the body as its message; -1 = none. `metadata`: from `lb_metadata`."""
     mutation = b"".join(set_header(name, value.encode("latin-1", "replace")) for name, value in headers.items())
     content = field(1, number(1, status)) + field(2, mutation) + field(3, body)
     if grpc_status >= 0:
         content += field(4, number(1, grpc_status))
     if details:
         content += field(5, details.encode())
-    return field(7, content)
+    return field(7, content) + metadata
 
 
 def message_timeout(seconds: float) -> bytes:

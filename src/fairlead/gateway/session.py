@@ -385,10 +385,10 @@ class Session:
             self._state = _WAITING
             self._host.feed(RequestArrived(self._request, self))
 
-    def _fail(self, error: ClientError) -> None:
+    def _fail(self, error: ClientError, lease: str = "") -> None:
         api = self._host.understanding.api(self._head.headers)
         self._host.incidents.on_client_error(api, error.status)
-        self._answer(client_error(api, error.status, error.message, error.param, error.code))
+        self._answer(client_error(api, error.status, error.message, error.param, error.code, lease))
 
     # ---- the driver calls ----
 
@@ -398,7 +398,7 @@ class Session:
 
     def reject(self, reject: Reject) -> None:
         if self._state < SessionState.LOCAL_REPLY:
-            self._answer(refusal(reject))
+            self._answer(refusal(reject, self._host.answers.lease(reject.request_id)))
 
     def connected(self) -> bool:
         return self._stream.connected()
@@ -421,7 +421,8 @@ class Session:
         if route.target:
             messages = self._rewritten(route, fallback, trace, retry)
             if not messages:
-                self._fail(ClientError("the model's name cannot be replaced in this body", 400, "model"))
+                error = ClientError("the model's name cannot be replaced in this body", 400, "model")
+                self._fail(error, host.answers.lease(request.id))
                 host.feed(StreamLost(request.id))
                 return
         else:

@@ -161,6 +161,12 @@ def body_of(answer: Any) -> bytes:
     return found
 
 
+def decision_of(answer: Any) -> int:
+    """The request's number in the decision's id, which gateways show to clients."""
+    lease = answer.dynamic_metadata.fields["envoy.lb"].struct_value.fields["fairlead-lease"].string_value
+    return int(lease.removeprefix("ab."), 16)
+
+
 @pytest.mark.parametrize(("modes", "announced", "kinds"), WAYS)
 def test_there_and_back(
     pb: ModuleType, modes: tuple[int, int, bool], announced: tuple[str, ...], kinds: list[str]
@@ -220,9 +226,10 @@ def test_a_body_without_a_place_for_the_name(pb: ModuleType, monkeypatch: pytest
     monkeypatch.setattr("fairlead.gateway.session.splice_model", lambda *_: None)
     rig = Rig(pb, (BUFFERED, STREAMED, False))
     rig.ask()
-    refused = rig.answers()[-1].immediate_response
-    assert refused.status.code == 400
-    assert json.loads(refused.body)["error"]["param"] == "model"
+    answer = rig.answers()[-1]
+    assert answer.immediate_response.status.code == 400
+    assert json.loads(answer.immediate_response.body)["error"]["param"] == "model"
+    assert decision_of(answer) == 1
     for callback, arguments in rig.clock.due:
         callback(*arguments)
     assert len(rig.fleet.ledger) == 0
@@ -238,6 +245,7 @@ def test_an_unknown_model(pb: ModuleType) -> None:
     assert json.loads(refused.body)["error"]["code"] == "model_not_found"
     names = [entry.header.key for entry in refused.headers.set_headers]
     assert names == ["content-type"]
+    assert decision_of(answer) == 1
     assert rig.wire.status == 0
 
 
