@@ -136,6 +136,19 @@ async def openmetrics(served: Serve) -> str:
         return await answer.text()
 
 
+async def test_a_refused_body_is_traced(serve: Callable[..., Serve]) -> None:
+    async with world() as around:
+        served = await start(serve, around.port, sample=0.0)
+        url, headers = f"http://127.0.0.1:{served.port}/v1/chat/completions", {"traceparent": CALLER}
+        async with aiohttp.ClientSession() as session, session.post(url, data=b"{", headers=headers) as answer:
+            assert answer.status == 400
+            await answer.read()
+        await around.until(1)
+        (span,) = around.spans
+        assert (span["name"], span["trace"], span["parent"]) == ("gateway.request", TRACE, "00f067aa0ba902b7")
+        assert (span["http.response.status_code"], span["error.type"]) == (400, "bad-request")
+
+
 async def test_off_changes_nothing(serve: Callable[..., Serve]) -> None:
     async with world() as around:
         served = await start(serve, around.port)

@@ -54,8 +54,9 @@ class Observer(Protocol):
 class Incidents(Protocol):
     """Hears of requests that the pipeline never saw."""
 
-    def on_client_error(self, api: str, status: int) -> None:
-        """A request was answered with an error before it could be scheduled."""
+    def on_client_error(self, api: str, status: int, reason: str, headers: Mapping[str, str] | None) -> None:
+        """A request was answered with an error because it cannot be read, or not be changed. `headers`: its own, with
+        `x-request-id`; `None` = the pipeline has seen the request."""
 
     def on_protocol_error(self, reason: str) -> None:
         """A stream of the gateway was ended because a message on it is malformed or out of order."""

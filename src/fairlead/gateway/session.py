@@ -386,8 +386,11 @@ class Session:
             self._host.feed(RequestArrived(self._request, self))
 
     def _fail(self, error: ClientError, lease: str = "") -> None:
-        api = self._host.understanding.api(self._head.headers)
-        self._host.incidents.on_client_error(api, error.status)
+        """Answer with this error. `lease`: the id of the decision, if the pipeline has made one."""
+        headers = self._head.headers
+        api = self._host.understanding.api(headers)
+        unseen = None if lease else {**headers, REQUEST_ID: self._request_id}
+        self._host.incidents.on_client_error(api, error.status, error.code or "bad-request", unseen)
         self._answer(client_error(api, error.status, error.message, error.param, error.code, lease))
 
     # ---- the driver calls ----

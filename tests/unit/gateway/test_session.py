@@ -96,7 +96,7 @@ class Seen:
     def on_outcome(self, record):
         self.outcomes.append(record)
 
-    def on_client_error(self, api, status):
+    def on_client_error(self, api, status, reason, headers):
         self.errors.append((api, status))
 
     def on_protocol_error(self, reason):

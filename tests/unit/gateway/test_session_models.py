@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -84,7 +85,7 @@ class Seen:
     def on_outcome(self, record: Any) -> None:
         self.records.append(record)
 
-    def on_client_error(self, api: str, status: int) -> None:
+    def on_client_error(self, api: str, status: int, reason: str, headers: Mapping[str, str] | None) -> None:
         self.errors.append(status)
 
     def on_protocol_error(self, reason: str) -> None: ...

@@ -1,6 +1,7 @@
 """Makes spans of requests and sends them to a collector. OpenTelemetry is imported when the first provider is made.
 
-    gateway.request                 SERVER; from the request's arrival to the end of its response
+    gateway.request                 SERVER; from the request's arrival to the end of its response; alone if the request
+                                    was refused because it cannot be read
     ├── fairlead.queue              while it waited in flow control; absent if it did not
     └── fairlead.decision           choosing the endpoint
 
@@ -25,6 +26,7 @@ from msgspec import Struct
 from fairlead import __version__
 from fairlead.config.schema import Tracing as Settings
 from fairlead.core import apis
+from fairlead.core.headers import REQUEST_ID
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.request import Request
 from fairlead.gateway import traceparent as w3c
@@ -102,13 +104,28 @@ class Tracing:
     def arrived(self, request: Request, headers: Mapping[str, str]) -> RequestTrace | None:
         """Begin the trace of a request, if it is to be traced; `None` = it is not."""
         parent = w3c.parse(headers.get(w3c.HEADER, ""))
+        return self._begin(request, parent, headers) if self._wanted(parent) else None
+
+    def unread(self, api: str, status: int, reason: str, headers: Mapping[str, str]) -> None:
+        """Trace a request that was refused because it cannot be read. Its span takes no time."""
+        parent = w3c.parse(headers.get(w3c.HEADER, ""))
+        if self._wanted(parent):
+            now = self._now()
+            attributes: dict[str, Attribute] = {
+                "gen_ai.operation.name": _OPERATIONS.get(api, api),
+                "http.response.status_code": status,
+                "fairlead.outcome": reason,
+            }
+            if name := headers.get(REQUEST_ID):
+                attributes["gen_ai.request.id"] = name
+            self._fail(self._span(parent, headers, attributes, now), reason, now, failed=status >= 500)
+
+    def _wanted(self, parent: w3c.TraceParent | None) -> bool:
         if parent is not None and self._settings.follow_parent:
             wanted = parent.sampled
         else:
             wanted = self._rng.random() < self._settings.sample
-        if not (wanted and self._within_rate()):
-            return None
-        return self._begin(request, parent, headers.get(w3c.STATE_HEADER, ""))
+        return wanted and self._within_rate()
 
     def trace_id(self, request_id: int) -> str:
         """The trace id of a recently traced request; empty = not known."""
@@ -124,20 +141,24 @@ class Tracing:
         self._allowed -= 1.0
         return True
 
-    def _begin(self, request: Request, parent: w3c.TraceParent | None, state: str) -> RequestTrace:
-        api, context = self._api, None
+    def _span(
+        self,
+        parent: w3c.TraceParent | None,
+        headers: Mapping[str, str],
+        attributes: dict[str, Attribute],
+        start_s: float,
+    ) -> "Span":
+        api, context, state = self._api, None, headers.get(w3c.STATE_HEADER, "")
         if parent is not None:
             flags = api.TraceFlags(api.TraceFlags.SAMPLED if parent.sampled else api.TraceFlags.DEFAULT)
             states = api.TraceState.from_header([state]) if state else None
             caller = api.SpanContext(parent.trace_id, parent.span_id, True, flags, states)
             context = api.set_span_in_context(api.NonRecordingSpan(caller))
-        span = self._tracer.start_span(
-            "gateway.request",
-            context,
-            api.SpanKind.SERVER,
-            attributes=_asked(request),
-            start_time=self._nanoseconds(request.arrived),
-        )
+        start, server = self._nanoseconds(start_s), api.SpanKind.SERVER
+        return self._tracer.start_span("gateway.request", context, server, attributes=attributes, start_time=start)
+
+    def _begin(self, request: Request, parent: w3c.TraceParent | None, headers: Mapping[str, str]) -> RequestTrace:
+        span = self._span(parent, headers, _asked(request), request.arrived)
         own = span.get_span_context()
         header = w3c.render(own.trace_id, own.span_id, True)
         trace = RequestTrace(span, request.arrived, own.trace_id, header)

@@ -44,7 +44,7 @@ def hostile(watch: Watch, number: int) -> None:
         status=200 if endpoint else 429,
     )
     watch.on_decision(record, 0.001)
-    watch.on_client_error("chat", 400)
+    watch.on_client_error("chat", 400, "bad-request", {})
     watch.on_fallback(f"10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}:8000", 200)
     if endpoint:
         forecast = Forecast(ttft_ms=10.0, low_ms=5.0, high_ms=20.0, tpot_ms=3.0)

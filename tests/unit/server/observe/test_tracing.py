@@ -153,6 +153,24 @@ def test_a_refused_request(traced: Traced, status: int, failed: bool) -> None:
     assert len(traced.tracing) == 0
 
 
+@pytest.mark.parametrize(("flags", "spans"), [("01", 1), ("00", 0)])
+def test_a_request_that_cannot_be_read(traced: Traced, flags: str, spans: int) -> None:
+    traced.tracing.unread("chat", 400, "bad-request", {"traceparent": CALLER[:-2] + flags, "x-request-id": "mine"})
+    assert len(traced.spans()) == spans
+    for span in traced.spans().values():
+        assert f"{span.context.trace_id:032x}" == CALLER[3:35]
+        assert dict(span.attributes or {}) == {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.request.id": "mine",
+            "http.response.status_code": 400,
+            "fairlead.outcome": "bad-request",
+            "error.type": "bad-request",
+        }
+        assert span.status.status_code is StatusCode.UNSET
+        assert seconds(span.end_time) == 100.0
+    assert len(traced.tracing) == 0
+
+
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
