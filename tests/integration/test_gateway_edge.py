@@ -204,6 +204,22 @@ async def answer_of(reader: asyncio.StreamReader) -> bytes:
         return head + (await reader.readexactly(int(size[1])) if size else b"")
 
 
+@pytest.mark.parametrize(("path", "named"), [(CHAT, "RequestTooLargeError"), ("/v1/messages", "request_too_large")])
+async def test_a_body_that_announces_too_much_is_refused_before_it_comes(path: str, named: str) -> None:
+    page = "https://app.example"
+    async with edge(body_limit=8 * MB, allowed_origins=(page,)) as at:
+        reader, writer = await at.connect()
+        head = "POST {} HTTP/1.1\r\nhost: a\r\norigin: {}\r\ncontent-length: {}\r\n\r\n"
+        writer.write(head.format(path, page, 8 * MB + 1).encode())
+        answer = (await answer_of(reader)).decode()
+        assert answer.startswith("HTTP/1.1 413 ")
+        assert f"access-control-allow-origin: {page}\r\n" in answer
+        error = json.loads(answer.partition("\r\n\r\n")[2])["error"]
+        assert (error["type"], error["message"]) == (named, "the request body is larger than 8388608 bytes")
+        writer.close()
+        assert await at.status(path, body=bytes(8 * MB)) == 200
+
+
 @pytest.mark.parametrize("chunked", [False, True], ids=["announced", "unannounced"])
 async def test_an_address_holds_no_more_than_its_share_and_others_go_on(chunked: bool) -> None:
     """Five uploads of 6 MB that stop, from one address that may hold 20 MB."""

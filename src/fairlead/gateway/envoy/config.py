@@ -393,7 +393,7 @@ def _connection_manager(options: Options, outside: bool = True) -> Json:
             # A tunnel would wait in the buffer filter for a body without end. Its own chain refuses it immediately.
             {"upgrade_type": "CONNECT", "filters": [router()]},
         ],
-        "local_reply_config": local_replies(),
+        "local_reply_config": local_replies(options.body_limit),
         "route_config": route_config(options, outside),
         "http_filters": [*cors, *asks, *token, *bound(options, outside), *scheduled],
     }

@@ -81,6 +81,8 @@ _FILTER = "type.googleapis.com/envoy.config.route.v3.FilterConfig"
 _OFF, _ON = {"@type": _FILTER, "disabled": True}, {"@type": _FILTER, "config": {}}
 #: A cluster that does not exist. Its routes refuse like a direct response, which the filter for browsers would ignore.
 _NOWHERE = "none"
+#: The name of the route for bodies that announce more than the limit.
+_TOO_LARGE = "too-large"
 #: Only these routes ask the scheduler. A request that Envoy cannot parse has no route. Envoy would show the body of its
 #: own answer to the scheduler, and end the connection before the scheduler passes it.
 _SCHEDULED = {"envoy.filters.http.ext_proc": _ON}
@@ -91,6 +93,9 @@ def _before(options: Options, outside: bool) -> Iterator[Json]:
     allowed = {"safe_regex": {"regex": let_in(options.paths)}}
     unread = dict.fromkeys(RECEIVING, _OFF)
     limits = _limits(options)
+    nowhere = {"cluster": _NOWHERE, "cluster_not_found_response_code": "NOT_FOUND"}
+    too_large = {**allowed, "headers": [_length(options.body_limit + 1, 1 << 62)]}
+    yield {"name": _TOO_LARGE, "match": too_large, "route": nowhere, "typed_per_filter_config": unread}
     if outside and options.request_mode == "whole":
         on = {"cluster": UPLOADS, **limits}
         for what in (_length(LARGE, 1 << 62), {"name": CHUNKED, "present_match": True}):
@@ -113,7 +118,6 @@ def _before(options: Options, outside: bool) -> Iterator[Json]:
         least = most
     filters = {**_SCHEDULED, BOUND: _ON} if outside and bound(options, outside) else _SCHEDULED
     yield {"match": allowed, "route": _receiving(options, TOTAL_REST), "typed_per_filter_config": filters}
-    nowhere = {"cluster": _NOWHERE, "cluster_not_found_response_code": "NOT_FOUND"}
     yield {"match": {"prefix": "/"}, "route": nowhere, "typed_per_filter_config": unread}
 
 
@@ -287,19 +291,25 @@ def _present(key: str, namespace: str = LB_NAMESPACE) -> Json:
     return {"filter": namespace, "path": [{"key": key}], "value": {"present_match": True}}
 
 
-def local_replies() -> Json:
+def local_replies(body_limit: int) -> Json:
     """Envoy's own errors in the format of the OpenAI APIs, or of the Anthropic API by its path; for gRPC the text
     alone, which Envoy sends as `grpc-message`."""
-    grpc = _replies(_grpc_text, {}, "", _where("content-type", "application/grpc.*"))
+    replies = partial(_replies, body_limit)
+    grpc = replies(_grpc_text, {}, "", _where("content-type", "application/grpc.*"))
     messages = _where(":path", "[^?]*/v1/messages([/?].*)?")
-    anthropic = _replies(_anthropic_body, ANTHROPIC_TYPES, "api_error", messages)
-    return {"mappers": [*grpc, *anthropic, *_replies(_body, TYPES, "GatewayError")]}
+    anthropic = replies(_anthropic_body, ANTHROPIC_TYPES, "api_error", messages)
+    return {"mappers": [*grpc, *anthropic, *replies(_body, TYPES, "GatewayError")]}
 
 
-def _replies(body: Callable[[str], Json], types: Mapping[int, str], fallback_type: str, *where: Json) -> Iterator[Json]:
+def _replies(
+    body_limit: int, body: Callable[[str], Json], types: Mapping[int, str], fallback_type: str, *where: Json
+) -> Iterator[Json]:
     """Errors in one format, for requests that pass these filters. `fallback_type`: for any other status."""
-    for reason, (status, text) in _TEXTS.items():
-        denied: Json = {"filter": _all_of(*where, _details(f"startsWith('{reason}')")), "status_code": status}
+    too_large = (413, f"the request body is larger than {body_limit} bytes")
+    tests = {f"startsWith('cluster_') && xds.route_name == '{_TOO_LARGE}'": too_large}
+    tests |= {f"startsWith('{reason}')": reply for reason, reply in _TEXTS.items()}
+    for test, (status, text) in tests.items():
+        denied: Json = {"filter": _all_of(*where, _details(test)), "status_code": status}
         form = body(types.get(status, fallback_type))
         later = _RETRY_SOON if status == 503 else {}
         yield {**denied, "body": {"inline_string": text}, "body_format_override": form, **later}
