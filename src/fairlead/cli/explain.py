@@ -170,8 +170,18 @@ def _outcome(console: Console, explained: dict[str, Any]) -> None:
             + ("not reported" if cached["actual"] is None else f"reported {cached['actual']:,}"),
         )
     if result is not None:
-        duration = "" if result["duration_ms"] is None else f" after {result['duration_ms']:,.0f} ms"
-        _say(console, f"ended: {result['cause']}, status {result['status'] or 'unknown'}{duration}")
+        _say(console, f"ended: {_end(explained, result)}")
+
+
+def _end(explained: dict[str, Any], result: dict[str, Any]) -> str:
+    cause, status, duration_ms = result["cause"], result["status"], result["duration_ms"]
+    if cause == "evicted":  # recorded before the gateway reports how long it took
+        duration_ms = (result["at"] - explained["at"]) * 1e3 + explained["waited_ms"]
+        cause = "evicted for a more important request"
+        if not status:
+            return f"{cause} after {duration_ms:,.0f} ms; its answer had begun and was cut off"
+    duration = "" if duration_ms is None else f" after {duration_ms:,.0f} ms"
+    return f"{cause}, status {status or 'unknown'}{duration}"
 
 
 def _measured(ms: float | None) -> str:

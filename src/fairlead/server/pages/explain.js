@@ -65,7 +65,8 @@ function facts(found) {
     );
   }
   rows.push(["Ended", result
-    ? `${result.cause}, status ${result.status ?? DASH}, after ${milliseconds(result.duration_ms)}`
+    ? result.cause === "evicted" && !result.status ? "evicted for a more important request; its answer had begun and was cut off"
+      : `${result.cause}, status ${result.status ?? DASH}, after ${milliseconds(result.duration_ms)}`
     : found.endpoint ? "not yet" : "never began"]);
   if (found.external_id) rows.push(["x-request-id", found.external_id]);
   return make("dl", { class: "facts" }, ...rows.map(([name, value]) =>

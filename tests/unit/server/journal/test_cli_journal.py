@@ -83,6 +83,22 @@ def test_an_explanation_tells_how_long_another_process_was_asked(
     assert "decided after 6.1 ms, 4.0 ms asking another process" in output and "from when it was sent" in output
 
 
+@pytest.mark.parametrize(
+    ("status", "end"),
+    [(0, " after 1,500 ms; its answer had begun and was cut off"), (429, ", status 429 after 1,500 ms")],
+)
+def test_an_explanation_says_why_fairlead_ended_a_request(
+    recorded: Any, capsys: pytest.CaptureFixture[str], status: int, end: str
+) -> None:
+    record = next(one for one in recorded.decisions[::-1] if isinstance(one, DecisionRecord) and one.endpoint)
+    request = msgspec.structs.replace(record.request, arrived=record.at - 0.5)
+    record = msgspec.structs.replace(record, request=request)
+    at = record.at + 1.0
+    outcome = OutcomeRecord(request=request, at=at, endpoint=record.endpoint, cause="evicted", status=status)
+    show(explained(record, outcome, None), 3)
+    assert f"ended: evicted for a more important request{end}" in " ".join(capsys.readouterr().out.split())
+
+
 def test_an_explanation_names_the_endpoint_that_answered_instead(
     recorded: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
