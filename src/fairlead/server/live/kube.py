@@ -247,6 +247,8 @@ class Kube(KubeLink):
             report=report_unreadable,
             changed=self._pool_changed,
         )
+        #: The pool's `appProtocol` as last read; empty = it was not read yet.
+        self._protocol = ""
         self.work.append((self.endpoints.run, "endpoints"))
         writer = self.writers[settings.pool] = StatusWriter(self.client, self._may_write, log.warning)
         self.models: PoolModels | None = None
@@ -282,6 +284,11 @@ class Kube(KubeLink):
     def _pool_changed(self) -> None:
         if self.models is not None:
             self.models.look_again()
+        if self.endpoints.pool is not None:
+            before, self._protocol = self._protocol, self.endpoints.pool.app_protocol
+            if before and self._protocol != before:
+                text = "the pool's appProtocol changed; an embedded gateway applies it when it is started again"
+                log.warning(text, app_protocol=self._protocol, before=before)
         self._judge()
 
     @property
@@ -342,7 +349,7 @@ def wanted_pool(settings: Kubernetes, namespace: str) -> Pool:
 
 
 async def follow_pool(stack: AsyncExitStack, settings: Kubernetes, feed: Feed) -> str:
-    """Follow only a pool's endpoints, for gateways that balance by themselves. Returns the pool's `appProtocol`; the
+    """Follow only a pool's endpoints, until the stack is closed. Returns the pool's `appProtocol`, as read first; the
     default (`http`) while it is unknown.
 
     Raises `ConfigError` as `Kube` does.
@@ -350,22 +357,14 @@ async def follow_pool(stack: AsyncExitStack, settings: Kubernetes, feed: Feed) -
     client = KubeClient(find_access(settings.kubeconfig, settings.context))
     stack.push_async_callback(client.close)
     pool = wanted_pool(settings, namespace_of(settings, client))
-    protocol = ""
     read = asyncio.Event()
 
     def changed() -> None:
-        nonlocal protocol
-        if endpoints.pool is None:
-            return
-        before, protocol = protocol, endpoints.pool.app_protocol
-        if before and protocol != before:
-            text = "the pool's appProtocol changed; restart the gateway to apply it"
-            log.error(text, app_protocol=protocol, before=before)
-        read.set()
+        if endpoints.pool is not None:
+            read.set()
 
     endpoints = PoolEndpoints(client, pool, settings.group, feed, Random(), changed=changed)
     task = asyncio.create_task(endpoints.run(), name="pool")
     stack.callback(task.cancel)
     await set_within(read, START_S)
-    protocol = protocol or pool.app_protocol  # which gateways begin with, so `changed` compares with it
-    return protocol
+    return (endpoints.pool or pool).app_protocol

@@ -184,6 +184,27 @@ async def test_a_leader_that_gateways_do_not_find_says_so(
     await until(lambda: not replica.kube.misled)
 
 
+async def test_a_changed_protocol_of_the_pods_is_logged(
+    kube: FakeKube, kubeconfig: Path, stack: AsyncExitStack, until: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An embedded gateway reads it when it is started."""
+    kube.put(V1, "inferencepools", POOL)
+    replica = Replica(kubeconfig)
+    await replica.kube.start(stack)
+    await until(lambda: not replica.unready)
+    assert "appProtocol" not in caplog.text
+    kube.put(V1, "inferencepools", {**POOL, "spec": {**POOL["spec"], "appProtocol": "kubernetes.io/h2c"}})
+    await until(lambda: "the pool's appProtocol changed" in caplog.text)
+
+
+async def test_the_protocol_of_the_pods_is_read_for_the_gateways_parent(
+    kube: FakeKube, kubeconfig: Path, stack: AsyncExitStack
+) -> None:
+    kube.put(V1, "inferencepools", {**POOL, "spec": {**POOL["spec"], "appProtocol": "kubernetes.io/h2c"}})
+    settings = Kubernetes(pool="llama", namespace="default", kubeconfig=str(kubeconfig))
+    assert await follow_pool(stack, settings, lambda event: None) == "kubernetes.io/h2c"
+
+
 async def test_endpoints_alone_for_the_gateways_parent(
     kube: FakeKube, kubeconfig: Path, stack: AsyncExitStack, pod: Any, until: Any
 ) -> None:
