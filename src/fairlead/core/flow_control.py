@@ -67,6 +67,9 @@ PAIRS, FEWEST = 2048, 16
 SEARCHED = 1000
 #: Waiting requests that one call refuses at most; each takes 0.05 ms in total.
 REFUSALS = 16
+#: Seconds that requests wait at least for an endpoint that can serve them, after the last one has gone, so that the
+#: replacement of a server refuses none. And the least seconds between two looks for models without one.
+GAP, STRANDED_S = 30.0, 1.0
 
 
 class Gate(Protocol):
@@ -190,6 +193,10 @@ class FlowControl:
         self._stopped = inf
         #: Clock seconds since when the pool has no endpoints, as far as a waiting request was affected; `inf` = it has.
         self._deserted = inf
+        #: Target models of which requests wait although no endpoint can serve them, and the clock seconds since when;
+        #: what that was judged by, and the clock seconds before which it is not judged again.
+        self._stranded: dict[str, float] = {}
+        self._judged = ((-1, -1), -inf)
         #: The last `expire` or `stop` may have left requests that must be refused too.
         self._left = False
         self.tally = Tally()
@@ -380,6 +387,7 @@ class FlowControl:
             self.tally.look(False, now)
             return None
         self._deserted = inf
+        self._find_stranded(fleet, now)
         opened = self._look(fleet, now)
         if self._would_be_in_vain(opened, fleet.table.version, now):
             return None
@@ -533,6 +541,40 @@ class FlowControl:
             search.newest, search.incomplete = band.last().number, False
         return search
 
+    def _find_stranded(self, fleet: Fleet, now: float) -> None:
+        """Note the models whose longest-waiting request no endpoint can serve any more. Only a change of the table or
+        the rules strands one: a request that none can serve at its arrival does not wait."""
+        version, before = self.binder.version(fleet.table), self._judged
+        if before[0] == version or now < before[1]:
+            return
+        self._judged, first = (version, now + STRANDED_S), dict[str, Waiting]()
+        for waiting in chain.from_iterable(band.members.values() for band in self.queues.bands()):
+            first.setdefault(waiting.request.target_model, waiting)
+            if len(first) == self.queues.models:  # soon, and thousands may wait
+                break
+        self._stranded = {
+            model: max(self._stranded.get(model, now), waiting.since)
+            for model, waiting in first.items()
+            if self.binder.look(waiting.request, fleet, now)[0] == inf
+        }
+
+    @property
+    def _patience(self) -> float:
+        """Seconds that requests wait for an endpoint that can serve them, while there are others."""
+        return max(self._times.no_endpoints, GAP)
+
+    def _given_up(self, most: int, fleet: Fleet, now: float) -> list[Waiting]:
+        """Take out up to `most` requests that no endpoint can serve, of models that had none for too long."""
+        over = {model for model, since in self._stranded.items() if since + self._patience <= now}
+        waiting = chain.from_iterable(band.members.values() for band in self.queues.bands()) if over else ()
+        lost = (each for each in waiting if each.request.target_model in over)
+        given_up = list(islice((each for each in lost if self.binder.look(each.request, fleet, now)[0] == inf), most))
+        for each in given_up:
+            self.queues.remove(each)
+        if len(given_up) < most:
+            self._stranded = {model: since for model, since in self._stranded.items() if model not in over}
+        return given_up
+
     def expire(self, fleet: Fleet, now: float) -> list[tuple[Waiting, Refused]]:
         """Take out the first `REFUSALS` requests whose time is over, and return them with their refusals. If `overdue`
         is true afterwards, more are left."""
@@ -541,6 +583,7 @@ class FlowControl:
         late = self.queues.expire(now, REFUSALS)
         if fleet.table.count:
             self._deserted = inf
+            late += self._given_up(REFUSALS - len(late), fleet, now)
         elif self._deserted + self._times.no_endpoints <= now:
             late += self.queues.clear(REFUSALS - len(late), now, self._times.no_endpoints)
         self._left = len(late) == REFUSALS
@@ -576,7 +619,7 @@ class FlowControl:
     def next_deadline(self) -> float:
         if self._stopped < inf and len(self.queues):
             return self._stopped
-        first = self.queues.next_deadline()
+        first = min(self.queues.next_deadline(), min(self._stranded.values(), default=inf) + self._patience)
         if self._deserted < inf:
             first = min(first, max(self._deserted, self.oldest()) + self._times.no_endpoints)
         return first

@@ -228,6 +228,11 @@ class Queues:
         """Return all bands that ever had a request, highest priority first."""
         return [self._bands[-negative] for negative in self._order]
 
+    @property
+    def models(self) -> int:
+        """The number of target models of which requests wait."""
+        return len(self._paces)
+
     # ---- in ----
 
     def put(

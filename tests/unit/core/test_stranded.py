@@ -1,0 +1,83 @@
+"""Requests that wait while the last endpoint of their model leaves."""
+
+from random import Random
+
+import pytest
+
+from fairlead.compat.load import load
+from fairlead.config.building import build_pipeline
+from fairlead.core import events as ev
+from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.flow_control import DEADLINE_TIMER, GAP
+from fairlead.core.instructions import Hold, Instruction, Reject, Route, SetTimer
+from fairlead.core.request import Request
+from fairlead.testing import SimClock
+
+FLOW = "flowControl: {{ttl: 590s, noEndpointTtl: {ttl}, saturation: {{type: concurrency-detector, maxConcurrency: 1}}}}"
+A, B = (Endpoint(name, f"10.0.0.{number}:80", labels={"model-id": name}) for number, name in enumerate("ab"))
+
+
+class Rig:
+    """One endpoint of each of two models; both are busy."""
+
+    def __init__(self, document: str) -> None:
+        self.clock = SimClock()
+        self.pipeline = build_pipeline(load(document, need_endpoints=False), self.clock, Random(1))
+        self._timer = float("inf")
+        self._ids = 0
+        for endpoint in (A, B):
+            self.feed(ev.EndpointUp(endpoint))
+            assert self.arrive(endpoint.id) == [Route]
+
+    def feed(self, event: ev.Event) -> list[Instruction]:
+        found = self.pipeline.handle(event)
+        self.pipeline.validate()
+        for one in found:
+            if isinstance(one, SetTimer) and one.name == DEADLINE_TIMER:
+                self._timer = one.at
+        return [one for one in found if isinstance(one, Route | Reject | Hold)]
+
+    def arrive(self, model: str) -> list[type]:
+        self._ids += 1
+        request = Request(
+            id=self._ids, arrived=self.clock.time(), api="chat", model=model, prompt_tokens=20_000, prompt_bytes=80_000,
+            max_tokens=100,
+        )  # fmt: skip
+        return [type(one) for one in self.feed(ev.RequestArrived(request))]
+
+    def pass_time(self, seconds: float) -> list[Instruction]:
+        """Let the time pass in steps of half a second, with a scrape in each; the timer fires when it is due."""
+        found: list[Instruction] = []
+        for _ in range(round(seconds * 2)):
+            self.clock.advance(0.5)
+            found += self.feed(ev.MetricsSampled("b", self.clock.time(), Sample(waiting=0.0, running=1.0)))
+            while self._timer <= self.clock.time():
+                self._timer = float("inf")
+                found += self.feed(ev.TimerFired(DEADLINE_TIMER))
+        return found
+
+
+@pytest.mark.parametrize(("ttl", "wait"), [("0s", GAP), ("1m", 60.0)])
+def test_requests_of_a_model_without_a_server_do_not_wait_until_their_deadline(ttl: str, wait: float) -> None:
+    rig = Rig(FLOW.format(ttl=ttl))
+    for model in "aab":
+        assert rig.arrive(model) == [Hold]
+    rig.feed(ev.EndpointDown("a"))
+    assert rig.pass_time(wait - 2.0) == []
+    refused = rig.pass_time(4.0)
+    assert [(one.request_id, one.status, one.reason) for one in refused if isinstance(one, Reject)] == [
+        (3, 503, "rejected-no-endpoints"), (4, 503, "rejected-no-endpoints"),
+    ]  # fmt: skip
+    assert all(isinstance(one, Reject) and "no endpoint can serve it" in one.message for one in refused)
+    assert len(rig.pipeline.flow_controller or ()) == 1, "the other model's request waits on"
+
+
+def test_a_server_that_is_replaced_refuses_none_of_those_that_wait() -> None:
+    rig = Rig(FLOW.format(ttl="0s"))
+    rig.arrive("a"), rig.arrive("a")
+    for _ in range(3):
+        rig.feed(ev.EndpointDown("a"))
+        assert rig.pass_time(GAP - 5.0) == []
+        rig.feed(ev.EndpointUp(A))
+        rig.pass_time(3.0)
+    assert not rig.pipeline.flow_controller or len(rig.pipeline.flow_controller) <= 1
