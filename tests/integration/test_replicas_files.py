@@ -103,7 +103,23 @@ async def test_a_worker_that_is_not_heard_is_a_trouble_after_a_lease(url: str) -
         assert not stranger.replicas.trouble(), "it belongs to another gateway"
 
 
-async def test_workers_of_another_gateway_on_the_host_are_others(url: str) -> None:
+async def test_a_worker_that_fails_at_every_start_stays_a_trouble(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Teller("vm-1", url, workers=2)
+    async with running(one):
+        await until(lambda: "only 1 of 2 workers are heard" in one.replicas.trouble())
+        for number in (2, 3):
+            async with running(Teller(f"vm-{number}", url, worker=1, workers=2)):
+                await until(lambda: bool(one.replicas.peers))
+                assert "keeps restarting" in one.replicas.trouble()
+            await until(lambda: not one.replicas.peers)
+            assert "keeps restarting" in one.replicas.trouble()
+        monkeypatch.setattr(replicas, "STEADY_S", 0.2)
+        async with running(Teller("vm-4", url, worker=1, workers=2)):
+            await until(lambda: not one.replicas.trouble())
+
+
+async def test_workers_of_another_gateway_on_the_host_are_others(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "STEADY_S", 0.2)
     marks = [RunningGateway(directory=directory, workers=2).mark for directory in ("/tmp/a", "/tmp/a", "/tmp/b", "/c")]
     names = [f"vm-{mark}0000000{number}" for number, mark in enumerate(marks)]
     one = Teller(names[0], url, workers=2)

@@ -32,6 +32,8 @@ SNAPSHOT_PAUSE_S = 0.25
 JOIN_S = 2.0
 #: A lag of more seconds is reported as a trouble.
 SLOW_S = 1.0
+#: A worker that was away for longer than a lease counts again once it has been heard for so many seconds.
+STEADY_S = 10.0
 #: Seconds beyond its own length for which a lag counts, because nothing measures it while nothing happens.
 LAG_KEPT_S = 5.0
 #: How many replicas a text names at most.
@@ -134,6 +136,8 @@ class Replicas:
         self._lag = 0.0, self._unheard_since
         #: When all workers were last known (`time.monotonic`).
         self._complete_at = self._unheard_since
+        #: Workers were missing for longer than a lease, and since then not all have run steadily.
+        self._incomplete = False
         #: Whether to write a snapshot: a replica asked for one, or batches were dropped.
         self._owes_snapshot = False
         self._snapshot_at = 0.0
@@ -181,7 +185,8 @@ class Replicas:
             )
         here = self._workers_here()
         if here < self._workers:
-            return f"only {here} of {self._workers} workers are heard: one does not run or hangs, see the log"
+            why = "one does not run, hangs or keeps restarting, see the log"
+            return f"only {here} of {self._workers} workers are heard: {why}"
         lacking = [name for name, peer in self.peers.items() if peer.pause_s >= ASK_CAP_S]
         if lacking:
             return f"facts of {_first_few(lacking)} stay missing: do they have the same endpoints, and the same pool?"
@@ -189,12 +194,18 @@ class Replicas:
 
     def _workers_here(self) -> int:
         """The number of workers that run, this one included. A worker that left within the last lease still counts,
-        because it may be restarting."""
+        because it may be restarting. After a longer absence it counts once it has run for `STEADY_S`: one that fails at
+        every start would come and go."""
         (host, mark), now = _gateway_of(self.origin), time.monotonic()
-        here = 1 + sum(_gateway_of(name) in ((host, mark), (host, "")) for name in self.peers)
-        if here >= self._workers:
-            self._complete_at = now
-        return here if now - self._complete_at > self._settings.lease else self._workers
+        ages = [
+            now - peer.since for name, peer in self.peers.items() if _gateway_of(name) in ((host, mark), (host, ""))
+        ]
+        steady = 1 + sum(age >= STEADY_S for age in ages)
+        if (steady if self._incomplete else 1 + len(ages)) >= self._workers:
+            self._complete_at, self._incomplete = now, False
+        elif now - self._complete_at > self._settings.lease:
+            self._incomplete = True
+        return steady if self._incomplete else self._workers
 
     def note(self) -> str:
         """The state of the link, as a text for people, while there is no trouble."""

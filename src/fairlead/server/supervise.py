@@ -35,8 +35,9 @@ IGNORED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 DRAIN_SECONDS = 30.0
 #: Seconds that a scheduler gets to exit after that, or after a second signal.
 _END_SECONDS = 5.0
-#: Seconds before a dead scheduler is started again; doubled up to the cap while it dies within `_HEALTHY_SECONDS`.
-_BACKOFF_FIRST, _BACKOFF_CAP = 0.1, 5.0
+#: Seconds before a dead scheduler is started again; doubled up to the cap while it dies within `_HEALTHY_SECONDS`. The
+#: cap is also how long a corrected configuration may wait.
+_BACKOFF_FIRST, _BACKOFF_CAP = 0.1, 20.0
 _HEALTHY_SECONDS = 10.0
 #: After this many seconds, a new scheduler certainly listens, and the gateway certainly asks it.
 ASKED_AGAIN_S = 3.0
@@ -186,7 +187,7 @@ class Keeper:
         Raises `SchedulerFailed` if the first process exits because of its configuration, or with `_FAILED` before the
         gateway has started. Later processes are tried again; the gateway continues without them."""
         loop = asyncio.get_running_loop()
-        pause = _BACKOFF_FIRST
+        pause, deaths = _BACKOFF_FIRST, 0
         first = True
         while True:
             started = loop.time()
@@ -208,11 +209,19 @@ class Keeper:
             if first and (code == _WRONG_CONFIG or (code == _FAILED and not gateway.done())):
                 raise SchedulerFailed(code)
             first = False
-            pause = _BACKOFF_FIRST if loop.time() - started > _HEALTHY_SECONDS else min(pause * 2, _BACKOFF_CAP)
+            if loop.time() - started > _HEALTHY_SECONDS:
+                pause, deaths = _BACKOFF_FIRST, 1
+            else:
+                pause, deaths = min(pause * 2, _BACKOFF_CAP), deaths + 1
             what = "cannot start with its configuration" if code == _WRONG_CONFIG else "died"
             if _installed() != self._installed:
                 what += "; Fairlead's files have changed since this process started, so restart it"
-            log.error(f"{self.name} {what}; the gateway goes on without it", exit_code=code, restart_in_s=pause)
+            log.error(
+                f"{self.name} {what}; the gateway goes on without it",
+                exit_code=code,
+                deaths_in_a_row=deaths,
+                restart_in_s=pause,
+            )
             await self._outage.begin()
             await asyncio.sleep(pause)
 

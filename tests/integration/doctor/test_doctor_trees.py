@@ -221,7 +221,7 @@ async def test_the_configured_token_is_used(world: Any, told: Told, tmp_path: Pa
 
 async def test_each_worker_is_looked_at(world: Any, told: Told) -> None:
     here, first = [{"id": "127.0.0.1:9", "address": "127.0.0.1:9"}], free_ports(3)[0]
-    trouble = "only 2 of 3 workers are heard: one does not run or hangs, see the log"
+    trouble = "only 2 of 3 workers are heard: one does not run, hangs or keeps restarting, see the log"
     page = {"worker": 0, "workers": 3, "replicas": {"b": {}}, "trouble": trouble}
     metrics = 'fairlead_replicas_connected 1\nfairlead_trouble{what="replicas"} 1\n'
     admin = await told(metrics, here, replicas=page, port=first)

@@ -47,3 +47,32 @@ async def test_a_scheduler_that_cannot_be_started_now_is_started_later(
                 keeper.child.signal(signal.SIGKILL)
                 await keeper.child.wait()
             loop.remove_signal_handler(signal.SIGCHLD)
+
+
+async def test_a_scheduler_that_fails_at_every_start_is_tried_less_and_less_often(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        if seconds != supervise.ASKED_AGAIN_S:
+            pauses.append(seconds)
+        if len(pauses) == 10:
+            stopping.set()
+
+    stopping, loop = asyncio.Event(), asyncio.get_running_loop()
+    monkeypatch.setattr(supervise, "spawn_tied", lambda command: os.posix_spawn(command[0], command, os.environ))
+    monkeypatch.setattr(supervise.asyncio, "sleep", sleep)
+    first = await asyncio.to_thread(os.posix_spawn, "/bin/false", ["/bin/false"], os.environ)
+    gateway: Any = Gateway()
+    keeper = Keeper("worker 1", first, ["/bin/false"], gateway, Outage([]))
+    started = loop.create_future()
+    started.set_result(None)
+    loop.add_signal_handler(signal.SIGCHLD, lambda: keeper.child.reap())
+    try:
+        with caplog.at_level(logging.ERROR, "fairlead"):
+            async with asyncio.timeout(30):
+                await keeper.keep(stopping, started)
+    finally:
+        loop.remove_signal_handler(signal.SIGCHLD)
+    assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 20.0, 20.0, 20.0]
