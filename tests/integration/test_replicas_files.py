@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -371,3 +372,15 @@ def test_a_note_names_few_of_many_replicas() -> None:
     one = Teller("vm-1", "file:///nowhere").replicas
     one.peers |= {f"vm-{number}": Peer(0.0, 0.0, ask_at=1.0) for number in range(2, 8)}
     assert one.note().endswith("facts of vm-2, vm-3, vm-4 and 3 more are missing")
+
+
+async def test_a_folder_without_room_is_one_clear_trouble_and_no_file_stays(tmp_path: Path, url: str) -> None:
+    """A write that fills the disk is cut short without an error."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (RING // 2, hard))
+    try:
+        async with running(one := Teller("one", url)):
+            assert "each worker needs 3 MiB there" in one.replicas.trouble()
+            assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

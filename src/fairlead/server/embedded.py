@@ -16,8 +16,10 @@ and accepts clients once the scheduler answers.
 """
 
 import contextlib
+import errno
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -52,6 +54,7 @@ from fairlead.pool.lookups import run
 from fairlead.server.followed_files import read_upstream_token
 from fairlead.server.journal.records import WORKER
 from fairlead.server.python import python_module
+from fairlead.server.replicas_files import ROOM_MIB
 from fairlead.server.running_gateway import RunningGateway
 from fairlead.server.state import WORKER as STATE_OF_WORKER
 from fairlead.server.supervise import ENDING, ENDS
@@ -87,13 +90,22 @@ def serve_embedded(config: Config, file: Path, content: bytes, workers: int = 1)
     options = replace(gateway_options(config, http2), peers=peers)
     try:
         plan = prepare(options, pool, scheduler_timeout=config.gateway.wait_for_scheduler)
-        if keys:
-            write_keys(plan.keys_file, known, keys.forward)
-        if token:
-            write_upstream_token(plan.upstream_token_file, token)
-        Path(plan.directory, CONFIG).write_bytes(content)
+        try:
+            if keys:
+                write_keys(plan.keys_file, known, keys.forward)
+            if token:
+                write_upstream_token(plan.upstream_token_file, token)
+            Path(plan.directory, CONFIG).write_bytes(content)
+            if workers > 1 and not config.replicas.via:
+                _check_room(plan.directory, workers)
+        except OSError:
+            shutil.rmtree(plan.directory, ignore_errors=True)
+            raise
     except OSError as error:
-        where = f"{tempfile.tempdir or 'any directory'}: {error.strerror}; set TMPDIR to one with 1 MiB of room"
+        needed_mib = 1 if workers == 1 else 1 + ROOM_MIB * workers
+        where = (
+            f"{tempfile.tempdir or 'any directory'}: {error.strerror}; set TMPDIR to one with {needed_mib} MiB of room"
+        )
         raise FairleadError(f"the gateway's files cannot be written to {where}") from None
     sys.stdout.flush()
     sys.stderr.flush()
@@ -113,6 +125,13 @@ def serve_embedded(config: Config, file: Path, content: bytes, workers: int = 1)
         schedulers.append([child, scheduler_command(config, file, plan, i, workers)])
     log = [config.log.level, config.log.format]
     return _become_parent({"gateway": to_builtins(plan), "schedulers": schedulers, "log": log}, file)
+
+
+def _check_room(directory: str, workers: int) -> None:
+    """Raise `OSError` unless the directory has room for what the workers share. Its first bytes would fit."""
+    there = shutil.disk_usage(directory)
+    if there.total and there.free < workers * ROOM_MIB << 20:  # a file system without a limit may have no total
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _become_parent(handover: dict[str, Any], file: Path) -> NoReturn:

@@ -17,6 +17,7 @@ Rules
 """
 
 import asyncio
+import errno
 import fcntl
 import mmap
 import os
@@ -41,7 +42,11 @@ _MAGIC_AT, _VERSION_AT, _WRITTEN, _HEARTBEAT = range(4)
 _HEADER = 64
 #: Bytes of the ring. A reader that is half a ring behind counts as overtaken.
 RING = 2 << 20
+#: MiB for the files of one replica: the ring, and its snapshot.
+ROOM_MIB = 3
 _BEHIND, _LARGEST = RING // 2, RING // 4
+#: Errors of a directory without room for another file: the disk, the quota or the permitted size of a file.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 #: Before each record: its kind, 0, the length of its content, the checksum of kind and content, when it was written.
 _RECORD = Layout("<HHIId")
 BATCH, SNAPSHOT, WANTED, GONE, _PADDING = range(5)
@@ -266,11 +271,16 @@ class _Ring:
         descriptor = lock(new, f"another replica makes {new}")
         try:
             # Write all bytes: a full disk is an error here. In a file that was only extended, it would kill the
-            # process later, when it writes to the mapped memory.
-            os.write(descriptor, bytes(_HEADER + RING))
+            # process later, when it writes to the mapped memory. A write that fills the disk is only cut short.
+            left = _HEADER + RING
+            while left:
+                left -= os.write(descriptor, bytes(left))
             ring = cls(descriptor, writes=True)
-        except BaseException:
+        except BaseException as error:
+            new.unlink(missing_ok=True)
             os.close(descriptor)
+            if isinstance(error, OSError) and error.errno in _NO_ROOM:
+                raise OSError(f"{error.strerror}: each worker needs {ROOM_MIB} MiB there") from None
             raise
         ring._numbers[_MAGIC_AT], ring._numbers[_VERSION_AT] = _MAGIC, _VERSION
         ring.heartbeat = time.monotonic()

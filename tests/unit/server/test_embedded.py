@@ -171,6 +171,18 @@ def test_a_directory_without_room_for_the_gateways_files_is_named(
         serve_embedded(load("endpoints: ['127.0.0.1:1']"), tmp_path / "f.yaml", b"", 1)
 
 
+def test_workers_do_not_start_without_room_for_what_they_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    monkeypatch.setattr(embedded, "prepare", lambda *given, **options: Plan(str(own), [], [], 0.0, 1.0))
+    monkeypatch.setattr(embedded, "check_ports", lambda *given: None)
+    monkeypatch.setattr(embedded.shutil, "disk_usage", lambda path: type("", (), {"total": 1 << 30, "free": 5 << 20}))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(FairleadError, match="No space left on device; set TMPDIR to one with 7 MiB of room"):
+        serve_embedded(load("endpoints: ['127.0.0.1:1']\n"), tmp_path / "config", b"", 2)
+    assert not own.exists()
+
+
 def test_ctrl_c_waits_until_the_parent_handles_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked: list[set[int]] = []
 
