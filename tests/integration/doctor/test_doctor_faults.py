@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from certificates_made import make_pair
 from tcp import TcpServer
 
@@ -415,3 +416,22 @@ async def test_more_models_than_have_metrics_are_named(
     assert "limits.models" not in codes(await world.examined(pool, only=("limits",)))
     alias = {"models": {"list": [{"name": "alias", "targets": {"tiny": 1}}]}}
     assert "limits.models" in codes(await world.examined(pool | alias, only=("limits",)))
+
+
+@pytest.mark.parametrize("cached", [True, False])
+async def test_an_engine_without_prefix_caching_is_named(world: Any, cached: bool) -> None:
+    async def metrics(request: web.Request) -> web.Response:
+        lines = [f"vllm:num_requests_{name} 0" for name in ("running", "waiting")]
+        lines += [f'vllm:cache_config_info{{block_size="16",enable_prefix_caching="{cached}"}} 1']
+        return web.Response(text="\n".join(lines) + "\n")
+
+    app = web.Application()
+    app.router.add_get("/metrics", metrics)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    world.stack.push_async_callback(runner.cleanup)
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    config = {"endpoints": [f"127.0.0.1:{runner.addresses[0][1]}"]}
+    found = (await world.examined(config, ("metrics",))).findings
+    evidence = [one.evidence for one in found if one.code == "metrics.no-prefix-cache"]
+    assert evidence == ([] if cached else ['vllm:cache_config_info has enable_prefix_caching="False"'])

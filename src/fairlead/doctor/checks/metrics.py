@@ -127,11 +127,10 @@ def _content(site: Site, endpoint: Endpoint, page: bytes, reading: Reading) -> l
     if named:
         evidence = f"'{shorten(named)}'; it is read for {engine}; known: {', '.join(sorted(site.engines))}"
         findings.append(UNKNOWN_ENGINE.at(endpoint.id, evidence))
-    for spec in site.specs(engine).parsed["cache_info"]:
-        family = find_family(page, spec.family)
-        labels = [label_set.labels() or {} for label_set in family.series] if family is not None else []
-        if any(label_set.get("enable_prefix_caching") == "False" for label_set in labels):
-            findings.append(NO_CACHE.at(endpoint.id, f'{spec.family.decode()} has enable_prefix_caching="False"'))
+    if not reading.sample.prefix_caching:
+        families = [spec.family for spec in site.specs(engine).parsed["cache_info"]]
+        read = next(family.decode() for family in families if find_family(page, family) is not None)
+        findings.append(NO_CACHE.at(endpoint.id, f'{read} has enable_prefix_caching="False"'))
     return findings
 
 
