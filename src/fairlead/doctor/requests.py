@@ -54,6 +54,29 @@ def usage(answer: Answer) -> ReportedUsage:
         return ReportedUsage()
 
 
+#: What vLLM says of a path that its model cannot serve, besides 404 for those that it does not have.
+_CANNOT = "does not support"
+_NO_PATH = ("404 ", "405 ", "501 ")
+
+
+def answers_none(error: str) -> bool:
+    """Whether a model server answers no prompts at all, as those of embedding models. `error`: as `shown` gives it. The
+    name of the model is the server's own, so 404 is not about that."""
+    return error.startswith(_NO_PATH) or _CANNOT in error
+
+
+#: The block size in tokens if none is known, and the largest for which prompts are made longer.
+_USUAL_SIZE, _LARGEST_SIZE = 16, 1024
+#: The fewest blocks that a prompt fills: of up to 64 tokens, and larger ones, as hybrid models have.
+_BLOCKS, _LARGE_BLOCKS = 6, 3
+
+
+def filling(size: int) -> int:
+    """The tokens of a prompt that fills some blocks of `size` tokens; 0 = unknown. Engines report only full blocks."""
+    size = size or _USUAL_SIZE
+    return max(_BLOCKS * min(size, 64), _LARGE_BLOCKS * min(size, _LARGEST_SIZE))
+
+
 def shown(answer: Answer) -> str:
     """A short text that describes an error response."""
     return f"{answer.status} {answer.body[:160].decode('utf-8', 'replace')}"

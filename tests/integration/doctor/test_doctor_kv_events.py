@@ -89,6 +89,45 @@ async def test_an_engine_that_takes_another_rank_each_time_gives_no_finding(worl
     assert (found.findings, found.outcomes[0].state) == ((), "well")
 
 
+@pytest.mark.parametrize("size", [160, 544])
+async def test_large_blocks_give_no_finding(world: Any, pool_of: Listed, size: int) -> None:
+    """Without token ids of chats, the prompt is no longer than it must be."""
+    heard = {"endpoints": pool_of(await world.stubs(1, KvEventsConfig(), block_size=size)), **ON}
+    found = await world.examined(heard, ("kv-events", "kv-agreement"), probe=True)
+    assert codes(found) <= {"kv-agreement.no-tokens"}
+    port = free_ports(1)[0]
+    dialled = {"endpoints": pool_of(await world.stubs(1, dialling(port), block_size=size))}
+    settings = {"enabled": True, "bind": f"tcp://127.0.0.1:{port}"}
+    found = await world.examined({**dialled, "kvEvents": settings}, ("kv-dialled",), probe=True)
+    assert codes(found) == set()
+
+
+async def test_an_embedding_model_answers_no_prompts_and_that_is_no_fault(world: Any) -> None:
+    async def engine(request: web.Request) -> web.Response:
+        if request.path not in ("/v1/models", "/metrics"):
+            return web.json_response({"detail": "Not Found"}, status=404)
+        async with session.get(f"http://{stub}{request.path}") as sent:
+            return web.Response(body=await sent.read(), content_type=sent.content_type)
+
+    events, replay = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
+    (stub,) = await world.stubs(1, KvEventsConfig(events=events, replay=replay))
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", engine)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    world.stack.push_async_callback(runner.cleanup)
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    pool = {"endpoints": [f"127.0.0.1:{runner.addresses[0][1]}"]}
+    port, own, of_replays = (int(url.rpartition(":")[2]) for url in (f":{free_ports(1)[0]}", events, replay))
+    async with aiohttp.ClientSession() as session:
+        settings = {"enabled": True, "port": own, "replayPort": of_replays}
+        found = await world.examined({**pool, "kvEvents": settings}, ("kv-agreement",), probe=True)
+        assert codes(found) == {"kv-agreement.no-answers"}
+        settings = {"enabled": True, "bind": f"tcp://127.0.0.1:{port}"}
+        found = await world.examined({**pool, "kvEvents": settings}, ("kv-dialled",), probe=True)
+        assert codes(found) == {"kv-dialled.no-answers"}
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_ranks_that_dial_where_nobody_listens_are_named(world: Any, ranks: int) -> None:
     async def metrics(request: web.Request) -> web.Response:

@@ -16,7 +16,17 @@ from fairlead.core.exact import hits_by_rank
 from fairlead.core.trust import Case, agrees, diagnose
 from fairlead.doctor.http import Unreached
 from fairlead.doctor.kv_listening import KvListening, listening
-from fairlead.doctor.requests import CHAT, COMPLETIONS, ReportedUsage, chat, completion, shown, usage
+from fairlead.doctor.requests import (
+    CHAT,
+    COMPLETIONS,
+    ReportedUsage,
+    answers_none,
+    chat,
+    completion,
+    filling,
+    shown,
+    usage,
+)
 from fairlead.doctor.run import Finding, Kind, Severity, Skipped, check
 from fairlead.doctor.site import Site, tried
 from fairlead.pool.render import PROBES, RenderClient, compare
@@ -155,6 +165,10 @@ NOT_ALLOWED = Kind(
     "kv-agreement.not-allowed", Severity.NOTE, "a model server requires credentials",
     "nothing; the predictions of KV events could not be compared", _SELF_CHECK,
 )  # fmt: skip
+NO_ANSWERS = Kind(
+    "kv-agreement.no-answers", Severity.NOTE, "a model server answers no prompts, as those of embedding models",
+    "nothing; the predictions of KV events could not be compared", _SELF_CHECK,
+)  # fmt: skip
 _CAUSES = {
     diagnosis.BLOCK_SIZE: SIZE,
     diagnosis.SEED: HASH,
@@ -162,9 +176,6 @@ _CAUSES = {
     diagnosis.TEMPLATE: TEMPLATE,
     diagnosis.TOKENISER: TOKENISER,
 }
-#: The fewest blocks that the prompt fills, and the block size in tokens if none is known.
-_BLOCKS, _USUAL_SIZE = 6, 16
-_LARGEST_SIZE = 1024
 #: Seconds within which an engine should have sent its events (vLLM 0.32: 6 ms at the median).
 _TELLING = 2.0
 _PATIENCE = 20.0
@@ -188,7 +199,7 @@ class _Pair(NamedTuple):
 async def _prompt(site: Site, model: str, address: str, size: int) -> _Prompt:
     """The prompt to send: a chat if chats can be tokenised, otherwise token ids. `tokens.reason`: why neither works."""
     tokeniser, settings = await site.tokeniser(), settings_of(site, model)
-    words = _BLOCKS * min(size, _LARGEST_SIZE)
+    words = filling(size)
     body = chat(model, words)
     parsed = parse_request(CHAT, body)
     if settings is not None and settings.render == "engine":
@@ -228,14 +239,15 @@ async def _sent(site: Site, address: str, prompt: _Prompt) -> ReportedUsage | st
 async def _kv_agreement_of(site: Site, kv: KvListening, slot: int) -> list[Finding]:
     endpoint = kv.endpoints[slot]
     model, reading = await site.model(endpoint), await site.reading(endpoint)
-    size = (reading.sample.block_size if reading is not None else 0) or _USUAL_SIZE
+    shown_size = reading.sample.block_size if reading is not None else 0
+    size = max([shown_size, *(cache.block_size for cache in kv.caches(slot))])
     prompt = await _prompt(site, model, endpoint.address, size)
     if prompt.tokens.reason:
         return []  # the check `tokens` reports why
     known = kv.event_count(slot)
     first = await _sent(site, endpoint.address, prompt)
     if isinstance(first, str):
-        kind = NOT_ALLOWED if first.startswith(("401 ", "403 ")) else FAILED
+        kind = NOT_ALLOWED if first.startswith(("401 ", "403 ")) else NO_ANSWERS if answers_none(first) else FAILED
         return [kind.at(endpoint.id, first)]
     pair = await _asked_again(site, kv, slot, prompt, known)
     if isinstance(pair, str):
