@@ -23,6 +23,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +32,7 @@ from msgspec.structs import replace
 
 import fairlead
 from fairlead.compat.load import load
+from fairlead.config.problems import Problem
 from fairlead.config.schema import Config
 from fairlead.core.endpoint import host_port
 from fairlead.core.errors import ConfigError, FairleadError, cannot_listen
@@ -151,6 +153,19 @@ def scheduler_command(config: Config, file: Path, plan: Plan, worker: int = 0, w
 
 
 # ---- several schedulers: `serve --workers` ----
+
+
+def for_workers(refused: Iterable[Problem], new: Config, workers: int) -> list[Problem]:
+    """Return the `refused` changes with what to do if there are several workers: to restart one changes nothing, and a
+    configuration that they cannot share would not start again. `new`: the changed configuration."""
+    problems = [replace(problem, hint="restart fairlead serve to apply it, not a worker") for problem in refused]
+    try:
+        check_workers(new, workers)
+    except ConfigError as error:
+        why = f"fairlead serve --workers {workers} would not start again: {error.message}"
+        wrong = Problem(error.path, 0, why, "correct the file before a restart")
+        problems = [problem for problem in problems if problem.path != error.path] + [wrong]
+    return problems
 
 
 def check_workers(config: Config, workers: int) -> None:

@@ -13,6 +13,7 @@ import pytest
 from ports import free_ports
 
 from fairlead.compat.load import load
+from fairlead.config.reload import plan_reload
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import ConfigError, FairleadError, Unavailable
 from fairlead.core.events import EndpointUp
@@ -23,6 +24,7 @@ from fairlead.server import embedded
 from fairlead.server.embedded import (
     check_ports,
     check_workers,
+    for_workers,
     gateway_options,
     pinned,
     scheduler_command,
@@ -181,6 +183,17 @@ def test_workers_do_not_start_without_room_for_what_they_share(tmp_path: Path, m
     with pytest.raises(FairleadError, match="No space left on device; set TMPDIR to one with 7 MiB of room"):
         serve_embedded(load("endpoints: ['127.0.0.1:1']\n"), tmp_path / "config", b"", 2)
     assert not own.exists()
+
+
+def test_a_refused_change_says_what_to_do_with_several_workers() -> None:
+    listed = "endpoints: ['127.0.0.1:1']\n"
+    before = load(listed)
+    new = load(listed + "seed: 3\nkvEvents: {enabled: true, bind: 'tcp://127.0.0.1:7000'}\n")
+    found = {problem.path: problem for problem in for_workers(plan_reload(before, new)[1], new, 2)}
+    assert found["$.seed"].hint == "restart fairlead serve to apply it, not a worker"
+    wrong = found["$.kvEvents.bind"]
+    assert wrong.message.startswith("fairlead serve --workers 2 would not start again: workers cannot listen at one")
+    assert wrong.hint == "correct the file before a restart"
 
 
 def test_ctrl_c_waits_until_the_parent_handles_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

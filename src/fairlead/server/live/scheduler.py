@@ -249,6 +249,10 @@ class Live:
     def _changed(self, new: Config) -> None:
         """Apply a changed configuration file through the pipeline. Settings that need a restart keep their values."""
         changes, refused = plan_reload(self.config, new, self._begun)
+        if self._beside.workers > 1:
+            from fairlead.server.embedded import for_workers  # only the parent needs the rest of it
+
+            refused = for_workers(refused, new, self._beside.workers)
         self._refused = [problem.path for problem in refused]
         for problem in refused:
             log.warning("rejected a configuration change", file=new.source, problem=str(problem))
