@@ -16,7 +16,7 @@ from random import Random
 from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple, runtime_checkable
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from fairlead.core.columns import BoolColumn, FloatColumn, read_only
 from fairlead.core.cost import Terms, Weights
@@ -148,26 +148,115 @@ Answer = Picked | Refused
 
 
 def checked(answer: Any, fleet: FleetView) -> Answer:
-    """Return the answer of a policy that may come from anywhere. Raise `TypeError` or `ValueError` if it cannot be
-    carried out."""
+    """Return the answer of a policy that may come from anywhere, with plain values in place of numpy's. Raise
+    `TypeError` or `ValueError` if it cannot be carried out."""
     if isinstance(answer, Refused):
-        fields: tuple[Any, ...] = (answer.reason, answer.message, answer.status)
-        if not all(map(isinstance, fields, (str, str, int))):
-            kinds = ", ".join(type(value).__name__ for value in fields)
-            raise TypeError(f"reason, message and status of a refusal are {kinds}, expected str, str, int")
-        if not 400 <= answer.status <= 599:
-            raise ValueError(f"a refusal with HTTP status {answer.status}, expected 400 to 599")
-        return answer
+        return checked_refusal(answer, fleet)
     if not isinstance(answer, Picked):
-        raise TypeError(f"{type(answer).__name__}, expected Picked or Refused")
+        hint = f"; for slot {answer} return Picked({answer})" if isinstance(answer, int | np.integer) else ""
+        raise TypeError(f"answered {type(answer).__name__}, expected Picked or Refused{hint}")
     endpoints = fleet.table.endpoints
-    optional = (slot for slot in (answer.prefill_slot, answer.fallback_slot) if slot != -1)
-    for slot in (answer.slot, *optional, *answer.alternatives):
-        if not 0 <= index(slot) < len(endpoints) or endpoints[slot] is None:
+    slots = [_integer("a slot", slot) for slot in (answer.slot, answer.prefill_slot, answer.fallback_slot)]
+    alternatives = tuple(_integer("a slot", slot) for slot in answer.alternatives)
+    for slot in (slots[0], *(slot for slot in slots[1:] if slot != -1), *alternatives):
+        if not 0 <= slot < len(endpoints) or endpoints[slot] is None:
             raise ValueError(f"slot {slot} has no endpoint")
-    if not all(map(isfinite, (answer.hit_share, answer.best_share, answer.handover_ms))):
+    if not isinstance(answer.overloaded, bool | np.bool_):
+        raise TypeError(f"overloaded is {type(answer.overloaded).__name__}, expected bool")
+    numbers = (answer.hit_share, answer.best_share, answer.handover_ms)
+    if not all(map(isfinite, numbers)):
         raise ValueError("hit_share, best_share and handover_ms must be finite")
-    return answer
+    hit_share, best_share, handover_ms = map(float, numbers)
+    return Picked(
+        slots[0],
+        slots[1],
+        bool(answer.overloaded),
+        hit_share,
+        best_share,
+        _checked_trace(answer.trace, fleet),
+        _text("by", answer.by),
+        slots[2],
+        alternatives,
+        handover_ms,
+    )
+
+
+def checked_refusal(answer: Any, fleet: FleetView) -> Refused:
+    """As `checked`, for an answer that must be a refusal."""
+    if not isinstance(answer, Refused):
+        raise TypeError(f"answered {type(answer).__name__}, expected Refused")
+    status = _integer("status", answer.status)
+    if not 400 <= status <= 599:
+        raise ValueError(f"a refusal with HTTP status {status}, expected 400 to 599")
+    reason, message, by = (_text(name, value) for name, value in _texts(answer))
+    return Refused(reason, message, _checked_trace(answer.trace, fleet), by, status)
+
+
+def _texts(answer: Refused) -> tuple[tuple[str, Any], ...]:
+    return ("reason", answer.reason), ("message", answer.message), ("by", answer.by)
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return int(index(value))
+    except TypeError:
+        raise TypeError(f"{name} is {type(value).__name__}, expected int") from None
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {type(value).__name__}, expected str")
+    return value.encode().decode()  # raises for text that is no UTF-8
+
+
+def _checked_trace(trace: Any, fleet: FleetView) -> Trace | None:
+    """Return the trace with plain names and weights, and with its columns as arrays."""
+    if trace is None:
+        return None
+    if not isinstance(trace, Trace):
+        raise TypeError(f"trace is {type(trace).__name__}, expected Trace")
+    endpoints, ids = trace.endpoints, fleet.table.ids
+    if endpoints is not ids:
+        endpoints = tuple(_text("an endpoint of the trace", name) for name in endpoints)
+    count = len(endpoints)
+    single = {name: _traced(name, column, count) for name, column in _columns(trace)}
+    return structs.replace(
+        trace,
+        endpoints=endpoints,
+        filters=[(_text("a filter", name), _traced(name, column, count)) for name, column in trace.filters],
+        scorers=[
+            (_text("a scorer", name), float(weight), _traced(name, column, count))
+            for name, weight, column in trace.scorers
+        ],
+        outcome=_text("outcome", trace.outcome),
+        **single,
+    )
+
+
+def _columns(trace: Trace) -> tuple[tuple[str, Any], ...]:
+    return (
+        ("total", trace.total),
+        ("candidates", trace.candidates),
+        ("held", trace.held),
+        ("loading", trace.loading),
+    )
+
+
+def _traced(name: str, values: Any, count: int) -> Any:
+    if values is None:
+        return None
+    column = np.asarray(values)
+    if column.shape != (count,) or column.dtype.kind not in "bif":
+        raise ValueError(f"{name} of the trace is {column.dtype} of shape {column.shape} for {count} endpoints")
+    return column
+
+
+def checked_column(values: Any, shape: tuple[int, ...], what: str) -> FloatColumn:
+    """Return the numbers that a plugin gave. Raise `ValueError` or `TypeError` if they are not of this shape."""
+    column = np.asarray(values, dtype=np.float64)
+    if column.shape != shape:
+        raise ValueError(f"{what} of shape {column.shape}, expected {shape}: one number per slot")
+    return column
 
 
 @runtime_checkable
@@ -347,9 +436,7 @@ class Clamped:
         scores = guarded(fleet, self._scorer.score, request, fleet, cycle)
         if scores is None:
             return None
-        column = np.asarray(scores, dtype=np.float64)
-        if column.shape != (len(fleet.table),):
-            raise ValueError(f"scores of shape {column.shape} for {len(fleet.table)} slots")
+        column = checked_column(scores, (len(fleet.table),), "scores")
         return np.nan_to_num(np.clip(column, 0.0, 1.0), nan=0.0)
 
 

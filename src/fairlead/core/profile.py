@@ -111,7 +111,7 @@ class Profile:
                 self._passed.add(request.target_model)
         if culprit is not None:
             if culprit.stage is Stage.ABILITY:
-                why = culprit.refusal(request, fleet, cycle) if isinstance(culprit, Refuser) else None
+                why = self._refusal(culprit, request, fleet, cycle)
                 return self._none(trace, why or self._unable(culprit, kept, table))
             if trace is not None:
                 trace.candidates = available
@@ -256,6 +256,13 @@ class Profile:
             return Picked(slot, overloaded=overloaded, trace=trace)
         best = float(share[share.argmax()])
         return Picked(slot, overloaded=overloaded, hit_share=float(share[slot]), best_share=best, trace=trace)
+
+    def _refusal(self, culprit: Filter, request: Request, fleet: FleetView, cycle: Cycle) -> Refused | None:
+        try:
+            return culprit.refusal(request, fleet, cycle) if isinstance(culprit, Refuser) else None
+        except PLUGIN_FAILURES as error:
+            self._failed(culprit.name, error)
+            return None
 
     def _unable(self, culprit: Filter, kept: BoolColumn | None, table: EndpointTable) -> Refused:
         left = table.count if kept is None else int(np.count_nonzero(kept))

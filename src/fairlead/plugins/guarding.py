@@ -6,7 +6,11 @@ The contracts of filters, scorers, pickers and policies are in `core.policy`, th
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import isfinite, isinf
+from operator import index
 from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+from msgspec import structs
 
 from fairlead.apis.parsed import ParsedRequest, unread
 from fairlead.apis.request import parse_request
@@ -25,6 +29,8 @@ from fairlead.core.policy import (
     Refused,
     Refuser,
     SteadyFilter,
+    checked_column,
+    checked_refusal,
     guarded,
     interruptible,
 )
@@ -101,6 +107,10 @@ class Measuring:
 # Calls parser plugins before the built-in parser. No plugin can break a request.
 
 
+#: The kinds of the fields of a parsed request. Values of other kinds, such as numpy's, would fail later.
+_KINDS = {name: type(value) for name, value in structs.asdict(ParsedRequest()).items()}
+
+
 class Parsing:
     """Called like `parse_request`. If a plugin raises anything but `ClientError`, the error is reported and the request
     is scheduled unread."""
@@ -126,6 +136,9 @@ class Parsing:
             parsed = interruptible(parser.parse, path, body)
             if not isinstance(parsed, ParsedRequest):
                 raise TypeError(f"gave a {type(parsed).__name__}, expected a ParsedRequest")
+            for name, value in structs.asdict(parsed).items():
+                if not isinstance(value, _KINDS[name]):
+                    raise TypeError(f"{name} is {type(value).__name__}, expected {_KINDS[name].__name__}")
             return parsed
         except ClientError:
             raise
@@ -148,15 +161,23 @@ class GuardedFilter:
         self.inner = inner
 
     def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
-        return guarded(fleet, self.inner.keep, request, fleet, cycle)
+        mask = guarded(fleet, self.inner.keep, request, fleet, cycle)
+        return None if mask is None else np.asarray(mask)
 
     def demote(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
         inner = self.inner
-        return guarded(fleet, inner.demote, request, fleet, cycle) if isinstance(inner, Demoter) else None
+        factors = guarded(fleet, inner.demote, request, fleet, cycle) if isinstance(inner, Demoter) else None
+        if factors is None:
+            return None
+        column = checked_column(factors, (len(fleet.table),), "a demotion")
+        if np.isnan(column).any():
+            raise ValueError("a demotion that is NaN")
+        return np.clip(column, 0.0, 1.0)
 
     def refusal(self, request: Request, fleet: FleetView, cycle: Cycle) -> Refused | None:
         inner = self.inner
-        return guarded(fleet, inner.refusal, request, fleet, cycle) if isinstance(inner, Refuser) else None
+        refusal = guarded(fleet, inner.refusal, request, fleet, cycle) if isinstance(inner, Refuser) else None
+        return None if refusal is None else checked_refusal(refusal, fleet)
 
     def chosen(self, request: Request, slot: int, fleet: FleetView, cycle: Cycle) -> None:
         if isinstance(self.inner, PickObserver):
@@ -174,7 +195,7 @@ class GuardedPicker:
         self._inner = inner
 
     def pick(self, request: Request, fleet: FleetView, totals: FloatColumn, cycle: Cycle) -> int:
-        return guarded(fleet, self._inner.pick, request, fleet, totals.copy(), cycle)
+        return int(index(guarded(fleet, self._inner.pick, request, fleet, totals.copy(), cycle)))
 
     def chosen(self, request: Request, slot: int, fleet: FleetView, cycle: Cycle) -> None:
         if isinstance(self._inner, PickObserver):
@@ -196,7 +217,12 @@ def _tell(report: Report, name: str, error: BaseException) -> None:
 
 
 def _lists(fairness: Fairness, window: int) -> Iterator[list[Waiting]]:
-    return map(list, fairness.turns(window))
+    for turn in fairness.turns(window):
+        listed = list(turn)
+        for waiting in listed:
+            if not isinstance(waiting, Waiting):
+                raise TypeError(f"a turn with {type(waiting).__name__}, expected Waiting")
+        yield listed
 
 
 T = TypeVar("T", bound=Ordering | Ceiling | Saturation)

@@ -42,6 +42,13 @@ class Stale(RoundRobin):
         return [self.seen]
 
 
+class Garbled(RoundRobin):
+    """Offers what is no request."""
+
+    def turns(self, window: int) -> Any:
+        return [[5]]
+
+
 def failing(method: str) -> Callable[[], RoundRobin]:
     def make() -> RoundRobin:
         made = RoundRobin()
@@ -52,7 +59,11 @@ def failing(method: str) -> Callable[[], RoundRobin]:
 
 
 KINDS = [*(pytest.param(failing(name), True, id=name) for name in ("queued", "left", "turns", "spent"))]
-KINDS += [pytest.param(Forgetful, False, id="forgetful"), pytest.param(Stale, False, id="stale")]
+KINDS += [
+    pytest.param(Garbled, True, id="garbled"),
+    pytest.param(Forgetful, False, id="forgetful"),
+    pytest.param(Stale, False, id="stale"),
+]
 
 
 def served(queues: Queues, now: float) -> Iterable[int]:

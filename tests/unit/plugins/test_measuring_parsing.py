@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from math import inf
 
+import numpy as np
 import pytest
 
 from fairlead.apis.request import ParsedRequest
@@ -66,7 +67,10 @@ def test_other_paths_are_read_as_ever() -> None:
     assert (parsed.api, parsed.model) == ("completions", "m")
 
 
-@pytest.mark.parametrize("answer", [RuntimeError("oops"), "nonsense"], ids=repr)
+NUMPY = ParsedRequest(max_tokens=np.int64(3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("answer", [RuntimeError("oops"), "nonsense", NUMPY], ids=["raises", "text", "numpy"])
 def test_a_broken_parser_leaves_the_request_unread(answer: object) -> None:
     errors: list[PluginError] = []
     parsed = Parsing([Rank(answer)], errors.append)("/v1/rank", BODY)

@@ -64,6 +64,8 @@ class SimplePolicy:
         except RefusedRequest as why:
             return Refused(reason="refused", message=str(why))
         names = [chosen] if isinstance(chosen, str) else chosen
+        if names is not None and not isinstance(names, Sequence):
+            raise TypeError(f"pick returned {chosen!r}, expected the id of an endpoint, or several ids")
         if not names:
             return Refused(reason=PASSED)
         slot, *behind = map(fleet.table.slot, names)
