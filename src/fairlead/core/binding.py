@@ -40,7 +40,7 @@ from fairlead.core.cost import Terms, Weights, cost, memory_wait, shortage, weig
 from fairlead.core.errors import PLUGIN_FAILURES, REST_S, PluginError, described, hung, rests_until
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Waiting
-from fairlead.core.policy import Context, CostPolicy, Policy, guarded, own
+from fairlead.core.policy import HIGHEST, Context, CostPolicy, Policy, checked_column, guarded, own
 from fairlead.core.profile import Profile
 from fairlead.core.records import ABLE, FLOW_CONTROL, Trace
 from fairlead.core.request import Request
@@ -106,6 +106,7 @@ def soonest(work: FloatColumn, besides: int, opened: NDArray[np.intp]) -> int:
 #   so that requests can be compared and waiting has a price.
 # * For a policy without costs, the cost kernel's costs with default weights are used. If a policy with costs fails, the
 #   cost kernel's costs with its weights are used.
+# * An infinite cost means "only if all are". NaN and -inf are failures.
 
 
 class WaitingRules:
@@ -147,12 +148,9 @@ class WaitingRules:
             else:
                 kept = read_only(shares), terms.read_only()
                 costs = guarded(fleet, policy.costs, requests, *kept, fleet, context)
-            if costs.shape != shares.shape:
-                raise ValueError(
-                    f"costs of shape {costs.shape} for {shares.shape[0]} requests and {shares.shape[1]} slots"
-                )
-            if np.isnan(costs).any():
-                raise ValueError("costs that are not numbers")
+            costs = checked_column(costs, shares.shape, "costs")
+            if not np.isfinite(costs).all():
+                costs = _only_if_all_are(costs)
         except PLUGIN_FAILURES as error:
             failure = PluginError(self._name, described(error))
             if hung(error):
@@ -165,14 +163,25 @@ class WaitingRules:
         return costs if policy.milliseconds else _in_that_order(costs, able, weighed(terms, self.weights, fleet))
 
 
+def _only_if_all_are(costs: FloatColumn) -> FloatColumn:
+    """Replace infinite costs by the highest, as for requests that are sent at once: nowhere to go would be a wait to
+    the deadline. Raise `ValueError` if other costs are no numbers."""
+    wrong = np.count_nonzero(np.isnan(costs) | (costs == -inf))
+    if wrong:
+        raise ValueError(f"costs that are NaN or -inf for {wrong} of {costs.size} pairs of request and slot")
+    return np.minimum(costs, HIGHEST)
+
+
 def _in_that_order(costs: FloatColumn, able: BoolColumn, kernel: FloatColumn) -> FloatColumn:
     """Return the kernel's costs of each request, rearranged so that the endpoint with the policy's lowest cost has the
-    kernel's lowest, and so on. Ties keep the kernel's order."""
+    kernel's lowest, and so on. Ties keep the kernel's order; where the kernel's costs are equal, the policy's order
+    remains. Infinite costs stay as they are."""
     kernel = np.where(able, kernel, np.inf)
     ranks = np.lexsort((kernel, np.where(able, costs, np.inf)), axis=-1)
     reordered = np.empty_like(kernel)
-    np.put_along_axis(reordered, ranks, np.sort(kernel, axis=-1), axis=-1)
-    return reordered
+    rising = np.sort(kernel, axis=-1) * (1.0 + _HARDLY * np.arange(kernel.shape[-1]))
+    np.put_along_axis(reordered, ranks, rising, axis=-1)
+    return np.where(costs < HIGHEST, reordered, HIGHEST)
 
 
 #: Milliseconds of work deducted per millisecond of waiting when requests are ranked.
@@ -182,6 +191,9 @@ PATIENCE_MS = 50.0
 PATIENCE = 0.02
 #: Factor on the cost of closed endpoints, so that of endpoints with equal costs an open one is taken.
 BARELY = 1.0 + 1e-9
+#: By how much equal costs differ after they were ordered as the policy's are. Thousands of such steps are less than
+#: `BARELY`.
+_HARDLY = 1e-13
 #: Seconds after which the cached share of a waiting request is looked up again.
 HITS_AGE = 1.0
 #: In one choice, the cached shares of at most `REFRESHES` requests are looked up again. If an endpoint joined or

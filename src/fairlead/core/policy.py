@@ -269,6 +269,10 @@ class Policy(Protocol):
     def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer: ...
 
 
+#: Stands for an infinite cost, so that sums with it stay finite.
+HIGHEST = 1e100
+
+
 @runtime_checkable
 class CostPolicy(Policy, Protocol):
     """A policy that gives every endpoint a cost and takes the lowest. It also decides for requests that wait."""
@@ -282,8 +286,8 @@ class CostPolicy(Policy, Protocol):
     def costs(
         self, requests: Sequence[Request], shares: FloatColumn, terms: Terms, fleet: FleetView, context: Context
     ) -> FloatColumn:
-        """Return the costs (requests × slots). `shares`: estimated cached share of each prompt, same shape. `terms`:
-        the cost kernel's."""
+        """Return the costs (requests × slots); infinity means "only if all are". `shares`: estimated cached share of
+        each prompt, same shape. `terms`: the cost kernel's."""
         ...
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from fairlead.core.columns import BoolColumn, FloatColumn
 from fairlead.core.cost import Terms, Weights
 from fairlead.core.errors import PLUGIN_FAILURES
-from fairlead.core.policy import PREFIX_SHARE, Context, Cycle, Filter, Picker
+from fairlead.core.policy import HIGHEST, PREFIX_SHARE, Context, Cycle, Filter, Picker
 from fairlead.core.profile import Profile
 from fairlead.core.records import Trace
 from fairlead.core.request import Request
@@ -23,7 +23,7 @@ from fairlead.plugins.params import NoParams
 from fairlead.plugins.pickers import MaxScore, MaxScoreParams
 
 #: The total of an endpoint whose cost is infinite or NaN. Filtered endpoints have -inf.
-_LOWEST = -1e100
+_LOWEST = -HIGHEST
 
 
 class Ranked(Profile, ABC):
@@ -64,10 +64,7 @@ class Ranked(Profile, ABC):
     def _cost_of(self, request: Request, share: FloatColumn, fleet: FleetView, context: Context) -> FloatColumn:
         cycle = Cycle(context)
         cycle.once(PREFIX_SHARE, lambda: share if np.count_nonzero(share) else None)
-        costs = np.asarray(self.cost(request, fleet, cycle), dtype=np.float64)
-        if not np.isfinite(costs).all():  # late binding reports NaN and takes the kernel's costs
-            costs = np.where(costs == np.inf, -_LOWEST, np.where(costs == -np.inf, np.nan, costs))
-        return costs
+        return self.cost(request, fleet, cycle)
 
     def _negated(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn:
         """Return the negated costs, all finite: an infinite cost is the highest. Report costs that are NaN or -inf."""

@@ -9,10 +9,11 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 
-from fairlead.core.binding import WaitingRules
+from fairlead.core.binding import Bound, PairBinder, WaitingRules
 from fairlead.core.errors import PluginError
 from fairlead.core.events import EndpointUp, RequestArrived
 from fairlead.core.fleet import Fleet
+from fairlead.core.flow import Waiting
 from fairlead.core.instructions import Route
 from fairlead.core.policy import Context, Cycle, Picked, Refused, Stage
 from fairlead.core.profile import estimate
@@ -85,12 +86,37 @@ def test_a_cost_that_fails_leaves_those_that_are_able(given: Callable[[], Any], 
     assert where == {"e1", "e2"} and "plugin costs" in said[0]
 
 
-def test_late_binding_hears_of_costs_that_are_no_numbers() -> None:
-    policy = Costs()
-    policy.given = lambda: np.array([5.0, -INF, INF])
-    terms: Any = None
-    (row,) = policy.costs([request()], np.zeros((1, 3)), terms, fleet("e0", "e1", "e2"), Context(0.0, Random(0)))
-    assert np.isnan(row).tolist() == [False, True, False] and np.isfinite(row[2]) and row[2] > row[0]
+class Whole(Costs):
+    """Gives the costs of all waiting requests at once."""
+
+    def costs(self, *given: Any) -> Any:
+        return [self.given()]
+
+
+@pytest.mark.parametrize("kind", [Costs, Whole])
+@pytest.mark.parametrize(
+    ("given", "slot", "said"),
+    [
+        ([5.0, 4.0, INF], 1, ""),
+        ([INF, INF, 5.0], 2, ""),
+        ([INF, INF, INF], 0, ""),
+        ([5.0, -INF, 4.0], 0, "costs that are NaN or -inf for 1 of 3"),
+        ([5.0, NAN, 4.0], 0, "costs that are NaN or -inf for 1 of 3"),
+        ([5.0, 4.0], 0, "costs of shape (1, 2), expected (1, 3)"),
+    ],
+)
+@pytest.mark.parametrize("milliseconds", [True, False])
+def test_a_waiting_request_goes_whatever_its_costs(
+    kind: type[Costs], given: list[float], slot: int, said: str, milliseconds: bool
+) -> None:
+    policy, errors, known = kind(), list[PluginError](), fleet("e0", "e1", "e2")
+    policy.given, policy.milliseconds = lambda: np.array(given), milliseconds
+    binder = PairBinder(WaitingRules(policy, policy, errors.append))
+    one = Waiting(request(prompt_tokens=400), 0.0, 1e9, 400.0, 1)
+    _, one.known = binder.look(one.request, known, 0.0)
+    found = binder.bind([one], known, np.ones(3, np.bool_), 0.0)
+    assert isinstance(found, Bound) and found.slot == slot
+    assert said in "".join(map(str, errors)) and bool(errors) == bool(said)
 
 
 def exits() -> Any:
