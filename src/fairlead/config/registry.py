@@ -49,7 +49,8 @@ def declared(cls: type, name: str, default: Any = None) -> Any:
     return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), default)
 
 
-def _installed() -> "Iterable[EntryPoint]":
+def installed_plugins() -> "Iterable[EntryPoint]":
+    """The entry points of all distributions."""
     from importlib.metadata import entry_points
 
     return entry_points(group=GROUP)
@@ -58,7 +59,7 @@ def _installed() -> "Iterable[EntryPoint]":
 class Registry:
     """Finds plugin classes by kind and type. `installed` lists entry points; called only if a type is not built in."""
 
-    def __init__(self, installed: "Callable[[], Iterable[EntryPoint]]" = _installed) -> None:
+    def __init__(self, installed: "Callable[[], Iterable[EntryPoint]]" = installed_plugins) -> None:
         self._list = installed
         self._points: list[EntryPoint] | None = None
 

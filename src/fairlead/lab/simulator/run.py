@@ -21,7 +21,7 @@ from fairlead.compat.load import load
 from fairlead.config.builtins import BUILTINS, POLICIES
 from fairlead.config.plugins import build_policy
 from fairlead.config.problems import suggestion
-from fairlead.config.registry import GROUP, Registry, declared
+from fairlead.config.registry import GROUP, Registry, declared, installed_plugins
 from fairlead.config.schema import Config
 from fairlead.core.errors import PLUGIN_FAILURES, ConfigError, FairleadError, described
 from fairlead.core.policy import Policy
@@ -42,8 +42,8 @@ def source_text(path: Path) -> str:
 
 
 def configuration(text: str) -> tuple[str, Registry | None]:
-    """The text of a configuration, and the plugins that it may name in addition to the installed ones (`None` = none).
-    `text` is that of a configuration, or a result of `source_text`.
+    """The text of a configuration, and the plugins that it may name: those of the file, then the installed ones (`None`
+    = only these). `text` is that of a configuration, or a result of `source_text`.
 
     Raises `ConfigError` if the file cannot be run, does not define exactly one policy, or names it like a built-in
     plugin.
@@ -65,7 +65,9 @@ def configuration(text: str) -> tuple[str, Registry | None]:
     if kind is not None:
         raise ConfigError(f"`type` {name!r} of class {cls.__name__} names a built-in {kind}; choose another", "$", path)
     point = EntryPoint(name, f"{cls.__module__}:{cls.__qualname__}", GROUP)
-    return f'policy: "{name}"\n', Registry(lambda: [point])
+    return f'policy: "{name}"\n', Registry(
+        lambda: [point, *(each for each in installed_plugins() if each.name != name)]
+    )
 
 
 def modules_beside(text: str) -> list[Path]:
@@ -153,8 +155,7 @@ def policy_from(text: str | Path) -> Policy:
 
 
 def config_from(text: str | Path) -> tuple[Config, Registry | None]:
-    """The configuration, and the plugins that it may name in addition to the installed ones (`None` = none). Raises
-    `ConfigError`."""
+    """The configuration, and the plugins that it may name, as in `configuration`. Raises `ConfigError`."""
     registry = None
     if isinstance(text, str):
         text, registry = configuration(text)

@@ -211,6 +211,28 @@ def test_the_gate_takes_a_python_file(recorded: Any, tmp_path: Path) -> None:
     assert done.exit_code == 0 and "mine.py" in done.output, done.output
 
 
+def test_the_gate_takes_a_python_file_beside_installed_plugins(
+    record_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (about := tmp_path / "fl_gate-1.0.dist-info").mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: fl-gate\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(
+        "[fairlead.plugins]\nfl-late = fl_gate_plugin:Late\nmine = fl_gate_plugin:Late\n"
+    )
+    (tmp_path / "fl_gate_plugin.py").write_text(
+        "class Late:\n"
+        "    def __init__(self, params, name): self.name = name\n"
+        "    def key(self, waiting): return -waiting.since\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    record_run(tmp_path / "journal", "policy: default\nflowControl: {ordering: {type: fl-late}}", seconds=2.0)
+    (mine := tmp_path / "mine.py").write_text(
+        "from fairlead.plugins.policies.by_load import LeastRequests\nclass Mine(LeastRequests):\n    type = 'mine'\n"
+    )
+    done = call("sim", "compare", "--against", tmp_path / "journal", "--policy", mine)
+    assert done.exit_code == 0 and "mine.py" in done.output, done.output
+
+
 def test_the_gate(recorded: Any) -> None:
     good = call("sim", "compare", "--against", recorded.path, "--policy", "default", "--fail-if", "ttft_p95 > +5%")
     assert good.exit_code == 0, good.output
