@@ -30,9 +30,11 @@ MAX_WAITING = 20_000
 class Counts(Struct):
     """Counts since the start. Only one thread changes each of them; any thread may read them."""
 
-    #: Records lost because too many were waiting; records lost because they could not be written.
+    #: Records lost because too many were waiting; because the disk failed or a segment was removed; and because they
+    #: have a value that cannot be encoded.
     dropped: int = 0
     unwritten: int = 0
+    unencoded: int = 0
     records: int = 0
     bytes: int = 0
     segments: int = 0

@@ -351,7 +351,9 @@ class Writer:
         try:
             encoded = encode((kind, now, body))
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            self._trouble(f"a {kind} cannot be written: {error}", 1)
+            self._missing += 1
+            self._recorder.counts.unencoded += 1
+            self._trouble(f"a {kind} cannot be encoded: {error}", 0)
             return
         if not self._encoded:
             self._began = time.monotonic()

@@ -175,6 +175,8 @@ class PoolScheduler:
             counts = self.core.journal.recorder.counts
             failing = "records of the journal are lost: its disk fails or is full, or a segment was removed"
             troubles.lately("journal", lambda: counts.errors + counts.unwritten, failing)
+            strange = "records of the journal are lost: they cannot be encoded; the log says which"
+            troubles.lately("journal-encoding", lambda: counts.unencoded, strange)
             troubles.lately("journal-speed", lambda: counts.dropped, "the journal does not keep up; records are lost")
 
     # ---- a changed configuration ----

@@ -399,7 +399,11 @@ def show_journal(registry: Registry, counts: Counts) -> None:
     prefix, follow = "fairlead_journal_", registry.follow
     follow("counter", prefix + "records_total", "Records written to the journal.", lambda: counts.records)
     text = "Records that are missing in the journal."
-    follow("counter", prefix + "lost_total", text, lambda: {"busy": counts.dropped, "disk": counts.unwritten}, "why")
+
+    def lost() -> dict[str, int]:
+        return {"busy": counts.dropped, "disk": counts.unwritten, "encoding": counts.unencoded}
+
+    follow("counter", prefix + "lost_total", text, lost, "why")
     follow("counter", prefix + "bytes_total", "Bytes written to the journal.", lambda: counts.bytes)
     follow("counter", prefix + "segments_total", "Segments that were started.", lambda: counts.segments)
     follow("counter", prefix + "errors_total", "Failures of the journal's disk.", lambda: counts.errors)
