@@ -8,7 +8,7 @@ from msgspec import Struct
 from fairlead.compat.catalogue import CATALOGUE, PICKERS, Entry, Settings, Use
 from fairlead.compat.document import Plugin, SchedulingProfile, WeightedRef
 from fairlead.compat.parameters import ApproxPrefix, DisaggHandler, PdHandler, PrecisePrefix, PrefixDecider
-from fairlead.config.builtins import METHODS, SELECTION, SPLITTING, Kind
+from fairlead.config.builtins import METHODS, SELECTION, SPLITTING, Kind, a_kind
 from fairlead.config.check import any_case, fields, plain, read
 from fairlead.config.problems import Place, Report, describe, shorten
 from fairlead.config.registry import RegisteredPlugin, Registry
@@ -219,8 +219,13 @@ class Instances:
                 registered = self._registry.find(kind, type)
                 if registered is not None:
                     return kind, registered
+            actual = self._registry.kind_of(type)
         except PluginError as error:
             self._report.plugin(place, error)
+            return None
+        if actual is not None:
+            problem = f"'{shorten(type)}' is {a_kind(actual)}, which cannot stand here"
+            self._report.add(place, problem, f"expected a {', '.join(PROFILE_KINDS[:-1])} or {PROFILE_KINDS[-1]}")
             return None
         ours = {name for kind in METHODS for name in self._registry.types(kind)}
         self._report.unknown(place, "plugin type", type, {*CATALOGUE, *ours})

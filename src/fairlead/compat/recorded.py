@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import structs
 
 from fairlead.compat.load import load
-from fairlead.config.builtins import Kind
+from fairlead.config.builtins import Kind, a_kind
 from fairlead.config.check import fields, plain, read
 from fairlead.config.plugin_reader import BAND_KINDS, BANDS, FLOW_KINDS
 from fairlead.config.problems import Report
@@ -174,7 +174,7 @@ def _read_plugin(values: Mapping[str, Any], registry: Registry) -> PluginSpec:
     kind, type_ = values["kind"], values["type"]
     registered = registry.find(kind, type_)
     if registered is None:
-        raise PluginError(type_, f"is not installed here; the journal's policy uses it as a {kind}")
+        raise PluginError(type_, f"is not installed here; the journal's policy uses it as {a_kind(kind)}")
     parameters = registered.params.model_validate(values["parameters"])
     return PluginSpec(kind=kind, type=type_, name=values["name"], weight=float(values["weight"]), given=parameters)
 

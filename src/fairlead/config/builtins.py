@@ -25,6 +25,11 @@ METHODS: Mapping[Kind, str] = {
 }
 
 
+def a_kind(kind: Kind) -> str:
+    """The kind with its article."""
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+
+
 class Builtins(UserDict[str, Any]):
     """Classes by type, from `module:Class` below `fairlead.plugins`. A class is imported when it is needed, because a
     configuration names only a few of them."""

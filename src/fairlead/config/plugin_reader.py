@@ -15,6 +15,7 @@ from fairlead.config.builtins import (
     SELECTION,
     Entry,
     Kind,
+    a_kind,
 )
 from fairlead.config.check import fields, read
 from fairlead.config.checks import engine_table
@@ -136,7 +137,7 @@ class PluginReader(Struct, eq=False):
             registered = self.registry.find(kind, name)
             if registered is None:
                 other_kind = self.registry.kind_of(name)
-                hint = f"'{name}' is a {other_kind}" if other_kind else ""
+                hint = f"'{name}' is {a_kind(other_kind)}" if other_kind else ""
                 known = {*self.registry.types(kind), *(POLICIES if kind == "policy" else ())}
                 self.report.unknown(place, "policy" if kind == "policy" else f"{kind} type", name, known, hint)
             return registered

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from fairlead.apis.parsed import ParsedRequest
 from fairlead.apis.request import parse_request
-from fairlead.config.builtins import BYTES_PER_TOKEN, HASH_BLOCK_SIZE
+from fairlead.config.builtins import BYTES_PER_TOKEN, HASH_BLOCK_SIZE, a_kind
 from fairlead.config.problems import Problem, Report
 from fairlead.config.registry import Registry, takes_filters
 from fairlead.config.schema import Config, PluginSpec, PolicySpec
@@ -62,7 +62,7 @@ def make(spec: PluginSpec, registry: Registry, **more: Any) -> Any:
     `PluginError`."""
     registered = registry.find(spec.kind, spec.type)
     if registered is None:
-        raise PluginError(spec.type, f"is no longer there as a {spec.kind}")
+        raise PluginError(spec.type, f"is no longer there as {a_kind(spec.kind)}")
     try:
         plugin = registered.cls(spec.parameters, name=spec.name, **more)
         return _GUARDS[spec.kind](plugin) if registered.foreign and spec.kind in _GUARDS else plugin

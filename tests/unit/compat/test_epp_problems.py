@@ -11,6 +11,10 @@ BAD: list[tuple[str, list[tuple[str, int, str, str]]]] = [
     ("plugin: []", [("$.plugin", 3, "unknown field 'plugin'", "'plugins'")]),
     ("plugins: 3", [("$.plugins", 3, "expected a list, got 3", "")]),
     ("plugins: [{}]", [("$.plugins[0]", 3, "'type' is missing", "")]),
+    (
+        "plugins: [{type: edf}]",
+        [("$.plugins[0].type", 3, "'edf' is an ordering, which cannot stand here", "a filter, scorer or picker")],
+    ),
     ("plugins: [{type: queue-scorr}]", [("$.plugins[0].type", 3, "unknown plugin type", "'queue-scorer'")]),
     ("plugins: [{type: queue-scorer, wieght: 1}]", [("$.plugins[0].wieght", 3, "unknown field", "")]),
     (
