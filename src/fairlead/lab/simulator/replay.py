@@ -5,6 +5,8 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+from itertools import count
 from math import inf, isfinite
 from random import Random
 from typing import Any
@@ -20,12 +22,17 @@ from fairlead.core.errors import PLUGIN_FAILURES, PluginError, of_plugin
 from fairlead.core.events import (
     EndpointUp,
     Event,
+    FirstTokenSeen,
     Reconfigured,
     RemotePicked,
     RemoteUp,
     RequestArrived,
+    RequestMoved,
+    ResponseBegan,
+    ResponseEnded,
     ShadowsJudged,
     StreamLost,
+    UsageReported,
 )
 from fairlead.core.policy import Answer, Context, Picked, Policy, Refused, choose_or_raise
 from fairlead.core.records import DecisionRecord, Trace
@@ -180,6 +187,11 @@ class Player:
         if self._shared is not None:
             self._shared.reports.batch(time_s)
         return records
+
+    def waits(self, request_id: int) -> bool:
+        """Whether this request has arrived and is not decided."""
+        entry = self.pipeline.requests.get(request_id)
+        return entry is not None and entry.lease is None
 
     def asked(self, choice: Decided) -> None:
         """Note how long the request waited before this decision: it arrived here only now."""
@@ -376,7 +388,7 @@ def judge(result: Replayed, run: Run, faults: Faults, lost: list[int], more_note
 #   such as round robin, does not choose at random: that is `chance` only if the recorded policy rates both as equal.
 # * The whole run: a second pipeline continues with the other policy's decisions. Leases and cached prompts differ more
 #   and more, and so do most decisions. The totals are what counts there: tokens believed to be cached, requests per
-#   endpoint.
+#   endpoint. A request that waits longer than recorded gets its first token and end as much later.
 
 #: Totals within this share of the best count as equal: the near tie of the cost model.
 NEAR = 0.021
@@ -424,20 +436,84 @@ class Compared(Struct, kw_only=True):
         return sum(self.reasons.values()) / self.decisions if self.decisions else 0.0
 
 
+#: What follows from the sending of a request.
+_ANSWERS = (FirstTokenSeen, ResponseBegan, UsageReported, RequestMoved, ResponseEnded)
+
+
+class Delaying:
+    """Feeds a player whose requests may wait longer than recorded. Their first tokens and ends come as much later:
+    those that came while a request waits would be lost, and its lease would never end."""
+
+    def __init__(self, player: Player) -> None:
+        self._player = player
+        #: By request: when it was sent as recorded, the events that came while it waits, how much later it was sent.
+        self._sent: dict[int, float] = {}
+        self._early: dict[int, list[tuple[float, Any]]] = {}
+        self._delays: dict[int, float] = {}
+        #: (clock seconds, number, event), a heap.
+        self._later: list[tuple[float, int, Any]] = []
+        self._numbers = count()
+
+    def feed(self, step: Step) -> list[DecisionRecord]:
+        """Feed what is due before the event, then the event, unless it comes later."""
+        records, event = self.until(step.time_s), step.event
+        self._sent.update((choice.request_id, step.time_s) for choice in step.recorded if choice.endpoint)
+        if not isinstance(event, _ANSWERS):
+            return records + self._fed(step.time_s, event)
+        if self._player.waits(event.request_id):
+            self._early.setdefault(event.request_id, []).append((step.time_s, event))
+        elif delay := self._delays.get(event.request_id, 0.0):
+            self._put(step.time_s + delay, event)
+        else:
+            records += self._fed(step.time_s, event)
+        return records
+
+    def until(self, time_s: float) -> list[DecisionRecord]:
+        """Feed what is due by this time."""
+        records = list[DecisionRecord]()
+        while self._later and self._later[0][0] <= time_s:
+            due, _, event = heappop(self._later)
+            records += self._fed(due, event)
+        return records
+
+    def _put(self, time_s: float, event: Any) -> None:
+        heappush(self._later, (time_s, next(self._numbers), event))
+
+    def _fed(self, time_s: float, event: Any) -> list[DecisionRecord]:
+        records = self._player.feed(time_s, event)
+        if isinstance(event, ResponseEnded | StreamLost):
+            for known in (self._sent, self._delays, self._early):
+                known.pop(event.request_id, None)
+        for record in records:
+            number = record.request.id
+            delay = time_s - self._sent.get(number, time_s)
+            early = self._early.pop(number, ())
+            if record.endpoint and delay > 0.0:
+                self._delays[number] = delay
+                for came, late in early:
+                    self._put(came + delay, late)
+        return records
+
+
 def compare(run: Run, change: Change) -> Compared:
     """Compare the recorded policy with the changed one. Raises `ConfigError`, `PluginError` or `OSError`."""
     faults, lost = Faults(), list[int]()
     recorded_player, changed_player = Player(run.head, None, needs_guide(run), change), Player(run.head, change, None)
-    result = Compared(run=run.id, policy=changed_player.config.policy.name)
+    result, delaying = Compared(run=run.id, policy=changed_player.config.policy.name), Delaying(changed_player)
     for step in steps(run, recorded_player, faults, lost):
         for record in step.decided:
             _asked(result, record, recorded_player.own.pop(record.request.id, record.endpoint), recorded_player.answers)
             _sum(result, record, result.before, 0)
-        for record in changed_player.feed(step.time_s, step.event):
+        for record in delaying.feed(step):
             _sum(result, record, result.after, 1)
+    for record in delaying.until(inf):
+        _sum(result, record, result.after, 1)
     judged = Replayed(run=run.id)
     judge(judged, run, faults, lost, recorded_player.influences)
     result.exact, result.notes = judged.exact, judged.notes
+    left = sum(changed_player.waits(entry.request.id) for entry in changed_player.pipeline.requests)
+    if left:
+        result.notes.append(f"{left:,} requests still wait under {result.policy} when the journal ends")
     errors = recorded_player.asked_errors or changed_player.plugin_errors
     if errors:
         result.failed = len(errors)
