@@ -10,8 +10,8 @@ from fairlead.lab.simulator.replay import Delaying, Player, compare, needs_guide
 
 
 def test_requests_that_wait_longer_end_too(record_run: Callable[..., Any], tmp_path: Path) -> None:
-    record_run(tmp_path, "policy: default\nflowControl: {}", seconds=6.0, rate=60.0)
-    run, apply = one_run(tmp_path), change("round-robin", None)
+    record_run(tmp_path, "policy: default\nflowControl: {}", seconds=8.0, rate=60.0)
+    run, apply = one_run(tmp_path), change("least-requests", None)
     assert apply is not None
     recorded, changed = Player(run.head, None, needs_guide(run)), Player(run.head, apply, None)
     delaying, answered, decided, later = Delaying(changed), set[int](), 0, 0
@@ -21,7 +21,7 @@ def test_requests_that_wait_longer_end_too(record_run: Callable[..., Any], tmp_p
         later += len(delaying.until(step.time_s))
         changed.pipeline.validate()
     decided += len(delaying.until(float("inf")))
-    assert later == 0 and decided > 0.9 * len(answered)
+    assert later == 0 and decided > 0.6 * len(answered)
     assert not answered & {lease.request.id for lease in changed.pipeline.fleet.ledger}, "their ends were recorded"
 
     compared = compare(run, apply)
