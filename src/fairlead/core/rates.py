@@ -235,15 +235,15 @@ class _Limit(Struct):
 class PrefillShare(Struct):
     """The share of its time that an engine with waiting requests spends on prompts, by the prior's speed."""
 
-    _at: float = inf
+    _sampled_at: float = inf
     _done_us: float = 0.0
     #: Mean over about the last `SHARE_S` seconds; 1 while none waits.
     value: float = 1.0
 
     def sampled(self, now: float, done_us: float, waiting: bool) -> None:
         """Take a reading. `done_us`: the work per engine of all prompts so far that were computed."""
-        seconds, done = now - self._at, 1e-6 * (done_us - self._done_us)
-        self._at, self._done_us = now, done_us
+        seconds, done = now - self._sampled_at, 1e-6 * (done_us - self._done_us)
+        self._sampled_at, self._done_us = now, done_us
         if seconds > 0.0:
             share = min(done / seconds, 2.0) if waiting and done >= 0.0 else 1.0
             self.value += min(seconds / SHARE_S, 1.0) * (share - self.value)
