@@ -136,6 +136,8 @@ class Parsing:
             parsed = interruptible(parser.parse, path, body)
             if not isinstance(parsed, ParsedRequest):
                 raise TypeError(f"gave a {type(parsed).__name__}, expected a ParsedRequest")
+            if isinstance(parsed.prompt, list):
+                parsed = structs.replace(parsed, prompt=tuple(parsed.prompt))
             for name, value in structs.asdict(parsed).items():
                 if not isinstance(value, _KINDS[name]):
                     raise TypeError(f"{name} is {type(value).__name__}, expected {_KINDS[name].__name__}")

@@ -62,6 +62,12 @@ def test_the_longest_end_of_the_path_decides() -> None:
     assert parsing("/v2/rank", BODY).model == "short"
 
 
+def test_a_list_of_prompt_parts_is_taken() -> None:
+    errors: list[PluginError] = []
+    parsed = Parsing([Rank(ParsedRequest(prompt=[b"a", b"b"]))], errors.append)("/v1/rank", BODY)  # type: ignore[arg-type]
+    assert (parsed.prompt, errors) == ((b"a", b"b"), [])
+
+
 def test_other_paths_are_read_as_ever() -> None:
     parsed = Parsing([Rank()])("/v1/completions", BODY)
     assert (parsed.api, parsed.model) == ("completions", "m")
