@@ -10,7 +10,7 @@ What the answers mean
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from math import isfinite
+from math import inf, isfinite
 from operator import index
 from random import Random
 from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple, runtime_checkable
@@ -20,7 +20,7 @@ from msgspec import Struct, structs
 
 from fairlead.core.columns import BoolColumn, FloatColumn, read_only
 from fairlead.core.cost import Terms, Weights
-from fairlead.core.errors import PluginError
+from fairlead.core.errors import PLUGIN_FAILURES, REST_S, PluginError, described, hung, rests_until
 from fairlead.core.records import Trace
 from fairlead.core.request import Request
 from fairlead.core.table import FLOATS
@@ -428,16 +428,41 @@ def _raise(error: PluginError) -> None:
     raise error from None
 
 
-class Clamped:
+class Guard:
+    """Calls a filter, scorer or picker from anywhere with `guarded`. If it did not return twice, it rests like a policy
+    (`errors.rests_until`)."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._rests_until = -inf
+
+    def rests(self, now: float) -> bool:
+        return now < self._rests_until
+
+    def call(self, now: float, fleet: FleetView, call: Callable[[*Args], T], *args: *Args) -> T | None:
+        """Return the answer; `None` while the plugin rests. Raise what `guarded` raises."""
+        if self.rests(now):
+            return None
+        try:
+            return guarded(fleet, call, *args)
+        except PLUGIN_FAILURES as error:
+            if not hung(error):
+                raise
+            self._rests_until = rests_until(self._rests_until, now)
+            failure = PluginError(self.name, described(error))
+            raise failure.with_note(f"it is left out for {REST_S:.0f} s") if self.rests(now) else failure from error
+
+
+class Clamped(Guard):
     """Limits the scores of a third-party scorer to [0, 1]; NaN counts as 0. What it writes to columns is undone and
     raises. Use `clamped` if it may observe picks."""
 
     def __init__(self, scorer: Scorer) -> None:
-        self.name = scorer.name
+        super().__init__(scorer.name)
         self._scorer = scorer
 
     def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
-        scores = guarded(fleet, self._scorer.score, request, fleet, cycle)
+        scores = self.call(cycle.now, fleet, self._scorer.score, request, fleet, cycle)
         if scores is None:
             return None
         column = checked_column(scores, (len(fleet.table),), "scores")
@@ -452,12 +477,17 @@ class _ClampedObserver(Clamped):
         self._observer = observer
 
     def chosen(self, request: Request, slot: int, fleet: FleetView, cycle: Cycle) -> None:
-        guarded(fleet, self._observer.chosen, request, slot, fleet, cycle)
+        self.call(cycle.now, fleet, self._observer.chosen, request, slot, fleet, cycle)
 
 
 def clamped(scorer: Scorer) -> Scorer:
     """Return the scorer, with its scores limited to [0, 1]."""
     return _ClampedObserver(scorer, scorer) if isinstance(scorer, PickObserver) else Clamped(scorer)
+
+
+def highest(totals: FloatColumn) -> int:
+    """The slot with the highest total, of those that were not filtered out."""
+    return int(np.nan_to_num(totals, nan=-1e300, neginf=-np.inf).argmax())
 
 
 class Picker(Protocol):

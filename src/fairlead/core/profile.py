@@ -37,6 +37,7 @@ from fairlead.core.policy import (
     Scorer,
     Stage,
     SteadyFilter,
+    highest,
     loading,
     prefix_share,
 )
@@ -220,7 +221,7 @@ class Profile:
             self._failed(self.picker.name, ValueError(f"picked slot {slot}, which was filtered out"))
         except PLUGIN_FAILURES as error:
             self._failed(self.picker.name, error)
-        return int(np.nan_to_num(totals, nan=-1e300, neginf=-np.inf).argmax())
+        return highest(totals)
 
     def report_to(self, on_plugin_error: Callable[[PluginError], None] | None) -> None:
         """Set the callback for failures of plugins, if the constructor did not get it."""

@@ -7,7 +7,7 @@ The contracts of filters, scorers, pickers and policies are in `core.policy`, th
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import isfinite, isinf
 from operator import index
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from msgspec import structs
@@ -24,6 +24,7 @@ from fairlead.core.policy import (
     Cycle,
     Demoter,
     Filter,
+    Guard,
     Picker,
     PickObserver,
     Refused,
@@ -32,6 +33,7 @@ from fairlead.core.policy import (
     checked_column,
     checked_refusal,
     guarded,
+    highest,
     interruptible,
 )
 from fairlead.core.request import Request
@@ -136,8 +138,9 @@ class Parsing:
             parsed = interruptible(parser.parse, path, body)
             if not isinstance(parsed, ParsedRequest):
                 raise TypeError(f"gave a {type(parsed).__name__}, expected a ParsedRequest")
-            if isinstance(parsed.prompt, list):
-                parsed = structs.replace(parsed, prompt=tuple(parsed.prompt))
+            parts: object = parsed.prompt
+            if isinstance(parts, list):
+                parsed = structs.replace(parsed, prompt=tuple(parts))
             for name, value in structs.asdict(parsed).items():
                 if not isinstance(value, _KINDS[name]):
                     raise TypeError(f"{name} is {type(value).__name__}, expected {_KINDS[name].__name__}")
@@ -153,22 +156,24 @@ class Parsing:
 # columns is undone and raises, and the profile leaves them out of that decision. A picker gets a copy of the totals.
 
 
-class GuardedFilter:
+class GuardedFilter(Guard):
     """Has all optional methods of a filter. Those that `inner` lacks do nothing."""
 
     def __init__(self, inner: Filter) -> None:
-        self.name = inner.name
+        super().__init__(inner.name)
         self.stage = inner.stage
         self.steady = isinstance(inner, SteadyFilter) and inner.steady
         self.inner = inner
 
     def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
-        mask = guarded(fleet, self.inner.keep, request, fleet, cycle)
+        mask = self.call(cycle.now, fleet, self.inner.keep, request, fleet, cycle)
         return None if mask is None else np.asarray(mask)
 
     def demote(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
         inner = self.inner
-        factors = guarded(fleet, inner.demote, request, fleet, cycle) if isinstance(inner, Demoter) else None
+        if not isinstance(inner, Demoter):
+            return None
+        factors = self.call(cycle.now, fleet, inner.demote, request, fleet, cycle)
         if factors is None:
             return None
         column = checked_column(factors, (len(fleet.table),), "a demotion")
@@ -178,12 +183,14 @@ class GuardedFilter:
 
     def refusal(self, request: Request, fleet: FleetView, cycle: Cycle) -> Refused | None:
         inner = self.inner
-        refusal = guarded(fleet, inner.refusal, request, fleet, cycle) if isinstance(inner, Refuser) else None
+        if not isinstance(inner, Refuser):
+            return None
+        refusal = self.call(cycle.now, fleet, inner.refusal, request, fleet, cycle)
         return None if refusal is None else checked_refusal(refusal, fleet)
 
     def chosen(self, request: Request, slot: int, fleet: FleetView, cycle: Cycle) -> None:
         if isinstance(self.inner, PickObserver):
-            guarded(fleet, self.inner.chosen, request, slot, fleet, cycle)
+            self.call(cycle.now, fleet, self.inner.chosen, request, slot, fleet, cycle)
 
 
 def is_a(plugin: Filter, kind: type) -> bool:
@@ -191,17 +198,22 @@ def is_a(plugin: Filter, kind: type) -> bool:
     return isinstance(plugin.inner if isinstance(plugin, GuardedFilter) else plugin, kind)
 
 
-class GuardedPicker:
+class GuardedPicker(Guard):
+    """While the picker rests, the highest total is taken."""
+
     def __init__(self, inner: Picker) -> None:
-        self.name = inner.name
+        super().__init__(inner.name)
         self._inner = inner
 
     def pick(self, request: Request, fleet: FleetView, totals: FloatColumn, cycle: Cycle) -> int:
-        return int(index(guarded(fleet, self._inner.pick, request, fleet, totals.copy(), cycle)))
+        if self.rests(cycle.now):
+            return highest(totals)
+        slot: Any = self.call(cycle.now, fleet, self._inner.pick, request, fleet, totals.copy(), cycle)
+        return int(index(slot))
 
     def chosen(self, request: Request, slot: int, fleet: FleetView, cycle: Cycle) -> None:
         if isinstance(self._inner, PickObserver):
-            guarded(fleet, self._inner.chosen, request, slot, fleet, cycle)
+            self.call(cycle.now, fleet, self._inner.chosen, request, slot, fleet, cycle)
 
 
 # Protects requests from errors of third-party flow-control plugins. Errors are reported.

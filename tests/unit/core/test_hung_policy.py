@@ -14,12 +14,15 @@ from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import REST_S, NeverReturned, PluginError
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Route
-from fairlead.core.policy import Picked
+from fairlead.core.policy import Context, Picked, Picker, Stage, clamped
+from fairlead.core.profile import Profile
 from fairlead.core.request import Request
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.tokens import TokenEstimator
+from fairlead.plugins.guarding import GuardedFilter, GuardedPicker
+from fairlead.plugins.pickers import MaxScore, MaxScoreParams
 from fairlead.plugins.policies.cost_model import CostModel, CostModelParams
-from fairlead.testing import SimClock
+from fairlead.testing import SimClock, fleet
 
 
 class Hangs:
@@ -68,6 +71,40 @@ def test_a_policy_that_raises_is_asked_again() -> None:
     for number in range(2):
         pipeline.handle(ev.RequestArrived(Request(id=number, arrived=0.0)))
     assert policy.calls == 2
+
+
+class HangingPart:
+    """A filter, scorer or picker."""
+
+    name, stage = "part", Stage.LOAD
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def keep(self, *given: Any) -> Any:
+        self.calls += 1
+        raise NeverReturned
+
+    score = pick = keep
+
+
+@pytest.mark.parametrize("kind", ["filter", "scorer", "picker"])
+def test_a_part_of_a_profile_that_did_not_return_twice_rests(kind: str) -> None:
+    part, errors, known = HangingPart(), list[PluginError](), fleet()
+    filters, scorers, picker = [GuardedFilter(part)], [(clamped(part), 1.0)], GuardedPicker(part)
+    best: Picker = MaxScore(MaxScoreParams())
+    profile = Profile(
+        "p",
+        filters if kind == "filter" else [],
+        scorers if kind == "scorer" else [],
+        picker if kind == "picker" else best,
+        on_plugin_error=errors.append,
+    )
+    for number, calls in enumerate((1, 2, 2, 3, 3)):
+        now = number * REST_S / 2
+        assert isinstance(profile.choose(Request(id=number, arrived=now), known, Context(now, Random(1))), Picked)
+        assert part.calls == len(errors) == calls
+    assert ["it is left out for 60 s" in str(error) for error in errors] == [False, True, True]
 
 
 class HangingCosts(CostModel):
