@@ -28,6 +28,10 @@ MAX_SHOWN = 100
 _ID, _TRACE = attrgetter("request.id"), attrgetter("trace")
 
 
+#: Returns the decision id of one of our request numbers.
+DecisionId = Callable[[int], str]
+
+
 class _Entry(Struct):
     decision: DecisionRecord
     cells: int
@@ -84,16 +88,19 @@ class Journal:
         """The records of the newest `count` decisions, newest first."""
         return [(entry.decision, entry.outcome) for entry in islice(reversed(self._entries), count)]
 
-    def find(self, wanted: str) -> tuple[DecisionRecord, OutcomeRecord | None] | None:
+    def find(
+        self, wanted: str, decision_id: DecisionId | None = None
+    ) -> tuple[DecisionRecord, OutcomeRecord | None] | None:
         """The newest decision with that name; `None` = there is none. A name is our request number, a decision id, or
-        the client's x-request-id, also in the id of an answer. `LAST` = the newest decision of all."""
-        number = request_number(wanted)
+        the client's x-request-id, also in the id of an answer. `LAST` = the newest decision of all. `decision_id`: see
+        `request_number`."""
+        number = request_number(wanted, decision_id)
         for entry in reversed(self._entries):
             request = entry.decision.request
             if wanted == LAST or request.id == number or (wanted and request.external_id == wanted):
                 return entry.decision, entry.outcome
         inner = of_answer(wanted)
-        return self.find(inner) if inner else None
+        return self.find(inner, decision_id) if inner else None
 
     def _drop_oldest(self) -> None:
         entry = self._entries.popleft()
@@ -107,13 +114,15 @@ def _rows(snapshot: Snapshot) -> int:
     return len(snapshot.floats) + len(snapshot.learned) + len(snapshot.gauges)
 
 
-def request_number(wanted: str) -> int:
-    """The request number in a decision id (`RUN.NUMBER`, hexadecimal) or in a plain number; -1 = it is neither."""
-    _, dot, number = wanted.rpartition(".")
+def request_number(wanted: str, decision_id: DecisionId | None = None) -> int:
+    """The request number in a decision id (`RUN.NUMBER`, hexadecimal) or in a plain number; -1 = it is neither.
+    `decision_id`: makes the ids of this run, so that those of other runs and workers are none; `None` = any run."""
+    _, dot, text = wanted.rpartition(".")
     try:
-        return int(number, 16) if dot else int(number)
+        number = int(text, 16) if dot else int(text)
     except ValueError:
         return -1
+    return -1 if dot and decision_id is not None and decision_id(number) != wanted else number
 
 
 def render(decision: DecisionRecord, outcome: OutcomeRecord | None, max_shown: int = MAX_SHOWN) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from fairlead.core.queues import Band
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.stalls import LEVELS, level_name
 from fairlead.server.observe import snapshot_shape as shape
-from fairlead.server.observe.decisions import answered_by, forecast_of, request_number
+from fairlead.server.observe.decisions import DecisionId, answered_by, forecast_of, request_number
 from fairlead.server.observe.endpoint_history import STEP, EndpointPoint
 from fairlead.server.observe.history import POINT, History, Out
 from fairlead.server.observe.instruments import OTHER, Counter, Family, Gauge
@@ -268,9 +268,9 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: The whole name of the model that the client requested; empty = it named none, `None` = any.
     requested: str | None = None
 
-    def among(self, records: Iterable[Recorded]) -> list[Recorded]:
-        """The matching records, in the same order."""
-        number, client_id = request_number(self.id), self.id.lower()
+    def among(self, records: Iterable[Recorded], decision_id: DecisionId | None = None) -> list[Recorded]:
+        """The matching records, in the same order. `decision_id`: see `request_number`."""
+        number, client_id = request_number(self.id, decision_id), self.id.lower()
         model, tenant = self.model.lower(), self.tenant.lower()
         return [
             (decision, outcome)
@@ -432,7 +432,7 @@ class SnapshotMaker:
         wanted = msgspec.convert(query, Search)
         self._watch.count()
         held = self._watch.journal.newest(len(self._watch.journal))
-        matches = wanted.among(held)
+        matches = wanted.among(held, self._watch.decision_id)
         wall = self._wall()
         shown = [decision(wall, *entry) for entry in matches[:MAX_FOUND]]
         return SearchResult(shown, len(matches), len(held))

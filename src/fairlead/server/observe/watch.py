@@ -16,7 +16,7 @@ from fairlead.core.records import DecisionRecord, OutcomeRecord, StallRecord
 from fairlead.core.stalls import LEVELS, level_name
 from fairlead.pool.scrape import TOLD_AFTER, ScrapeStats
 from fairlead.server.observe.component_metrics import ChooserMetrics, KubeMetrics, ShadowMetrics, UploadMetrics
-from fairlead.server.observe.decisions import Journal, explained
+from fairlead.server.observe.decisions import DecisionId, Journal, explained
 from fairlead.server.observe.fleet_gauges import EndpointStatus, FleetStatus
 from fairlead.server.observe.flow_metrics import FlowMetrics
 from fairlead.server.observe.log import get
@@ -113,7 +113,8 @@ class Watch:
         #: Endpoint id → the worst level of its hang that was logged, and when (clock seconds) its last progress was.
         self._hangs: dict[str, tuple[int, float]] = {}
         self._on_routed, self._awake, self._tracing, self._scrapes = on_routed, awake, tracing, scrapes
-        self._decision_id: Callable[[int], str] | None = None
+        #: Returns the decision id of one of our request numbers; `None` = they have none.
+        self.decision_id: DecisionId | None = None
         self._peers_load = PeersLoad()
         self._alone: Callable[[], bool] = lambda: False
         self.standby: Callable[[], bool] = lambda: self.kube.standby  # whether gateways ask another process
@@ -134,7 +135,7 @@ class Watch:
             elif record.status not in (400, 404):  # these are errors of the client
                 request = record.request
                 whose = {"tenant": request.fairness_id, "model": request.model, "request_id": request.external_id}
-                decision = self._decision_id(request.id) if self._decision_id else request.id
+                decision = self.decision_id(request.id) if self.decision_id else request.id
                 fields = {"priority": request.priority, "decision": decision}
                 fields |= {name: text for name, text in whose.items() if text}
                 if record.outcome == LEFT.reason:  # nobody receives the status
@@ -169,9 +170,9 @@ class Watch:
         if self.recent is not None:
             self.recent.take([*decisions, *outcomes])
 
-    def naming(self, decision_id: Callable[[int], str]) -> None:
+    def naming(self, decision_id: DecisionId) -> None:
         """Have exemplars in OpenMetrics name the decision of an observation, and its trace if it has one."""
-        self._decision_id = decision_id
+        self.decision_id = decision_id
 
         def name(request_id: int) -> dict[str, str]:
             names = {"decision_id": decision_id(request_id)}
@@ -200,10 +201,10 @@ class Watch:
         `make_policy` returns a fresh copy of the present policy, to compute the reasons; `None` = only recorded values.
         """
         self.count()
-        recorded = self.journal.find(name)
+        recorded = self.journal.find(name, self.decision_id)
         if recorded is None:
             return None
-        decision_id = self._decision_id(recorded[0].request.id) if self._decision_id else None
+        decision_id = self.decision_id(recorded[0].request.id) if self.decision_id else None
         return {**explained(*recorded, make_policy), "decision_id": decision_id}
 
     def desired_endpoints(self, role: str = "") -> int | None:

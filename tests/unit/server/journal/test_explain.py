@@ -208,6 +208,9 @@ def test_the_page_of_one_decision(recorded: Any) -> None:
         found = journal.find(name)
         assert found is not None
         assert found[0] is record
+    assert journal.find(f"0000cafe.{record.request.id:016x}", "0000cafe.{:016x}".format) == found
+    for name in (f"0000beef.{record.request.id:016x}", f"user.{record.request.id:x}"):
+        assert journal.find(name, "0000cafe.{:016x}".format) is None, "an id of another run, and one of a client"
     page = explained(*found, maker())
     assert json.loads(json.dumps(page, allow_nan=False)) == msgspec.json.decode(msgspec.json.encode(page))
     assert page["explanation"]["candidates"][0]["endpoint"] == record.endpoint

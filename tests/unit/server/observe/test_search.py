@@ -57,6 +57,12 @@ def test_all_that_is_given_must_match(query, ids):
     assert [decision.request.id for decision, _ in msgspec.convert(query, Search).among(RECORDS)] == ids
 
 
+def test_a_decision_id_of_another_run_is_none_of_ours() -> None:
+    ids = "run.{:x}".format
+    assert [decision.request.id for decision, _ in Search(id="run.d").among(RECORDS, ids)] == [13]
+    assert Search(id="other.d").among(RECORDS, ids) == []
+
+
 @pytest.mark.parametrize("query", [{"outcome": "good"}, {"colour": "red"}])
 def test_what_there_is_not_cannot_be_searched_for(query):
     with pytest.raises(msgspec.ValidationError, match=r"good|colour"):
