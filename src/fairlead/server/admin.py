@@ -327,8 +327,8 @@ class Admin(HttpPort):
         name = request.match_info["name"]
         decision = self._of(request).decision(name)
         if decision is None:
-            text = f"no decision {name[:80]!r} among the last ones of this scheduler; other workers and replicas have their"
-            text += " own at their ports, and `fairlead explain ID JOURNAL` searches a journal on disk\n"
+            text = f"no decision {name[:80]!r} among the last ones of this scheduler; other workers and replicas have "
+            text += "their own at their ports, and `fairlead explain ID JOURNAL` searches a journal on disk\n"
             raise web.HTTPNotFound(text=text)
         return _one_piece(decision)
 
