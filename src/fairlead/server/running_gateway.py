@@ -83,7 +83,7 @@ class RunningGateway(Struct, frozen=True):
 
     @property
     def is_counted_here(self) -> bool:
-        """Whether this scheduler counts the requests that the gateway served without asking. Only one worker does."""
+        """Whether this scheduler counts what only the gateway's access log shows. Only one worker does."""
         return not self.admins or self.pool_file is not None
 
 

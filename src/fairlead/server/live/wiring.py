@@ -331,7 +331,7 @@ class Core:
             served=self.served.names,
             skipped=self.shadows.skipped,
             cut=self.shadows.cut,
-            counts_fallbacks=gateway.is_counted_here,
+            counts_log=gateway.is_counted_here,
             one_of_several=pace is not None,
             objective=Objective(ttft_ms=scaling.ttft * 1e3, tpot_ms=scaling.tpot * 1e3, startup_s=scaling.startup),
         )

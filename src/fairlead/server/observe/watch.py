@@ -51,9 +51,9 @@ class Watch:
     `on_routed` receives the endpoint of each routed request that is not in `awake` at the time. `tracing` receives
     every record immediately. `scrapes`: the scraper's totals. `served` returns the models that endpoints list.
     `skipped`, `cut`: see `ShadowMetrics`. `objective`: the latencies that the desired number of endpoints is computed
-    for. `counts_fallbacks`: whether this process counts requests that the gateway routed without asking; of several
-    workers only one does. `one_of_several`: the process serves several pools; then all metrics have the pool as a
-    label, and `LivePools` watches the process.
+    for. `counts_log`: whether this process counts what only the gateway's access log shows (requests routed without
+    asking, uploads that it ended); of several workers, which all get the log, only one does. `one_of_several`: the
+    process serves several pools; then all metrics have the pool as a label, and `LivePools` watches the process.
 
     Records are counted in batches, decisions before outcomes, or when somebody reads the counts. Counting them one by
     one is slower, because the CPU's caches are cold, and would delay each decision while its request waits. Records
@@ -74,10 +74,10 @@ class Watch:
         skipped: Callable[[], Mapping[tuple[str, str], int]] = dict,
         cut: Callable[[], Mapping[str, str]] = dict,
         objective: Objective | None = None,
-        counts_fallbacks: bool = True,
+        counts_log: bool = True,
         one_of_several: bool = False,
     ) -> None:
-        self.fleet, self._counts_fallbacks, self._now = fleet, counts_fallbacks, now
+        self.fleet, self._counts_log, self._now = fleet, counts_log, now
         self.journal = Journal()
         self._listed = served
         self.metrics = SchedulerMetrics(
@@ -390,7 +390,7 @@ class Watch:
 
     def on_fallback(self, address: str, status: int) -> None:
         """Count a request that the gateway routed without asking the scheduler."""
-        if not self._counts_fallbacks:
+        if not self._counts_log:
             return
         self.metrics.on_fallback(address)
         self._unscheduled += 1
@@ -405,7 +405,8 @@ class Watch:
 
     def on_upload_ended(self, client: str, received: int, reason: str) -> None:
         """Count an upload of `client` that the gateway ended after `received` bytes."""
-        self.uploads.ended(client, received, reason)
+        if self._counts_log:
+            self.uploads.ended(client, received, reason)
 
     def on_plugin_error(self, error: PluginError) -> None:
         self.metrics.families.plugin_errors.child(error.plugin).inc()

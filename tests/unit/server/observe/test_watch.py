@@ -119,11 +119,13 @@ def test_fallback_traffic_is_counted_per_endpoint():
     assert value(watch, 'fairlead_fallback_requests_total{endpoint="10.0.0.1:80"}') == 1
 
 
-def test_fallback_traffic_that_another_worker_counts_is_not_counted_here(caplog):
-    watch = Watch(Fleet(), lambda: 0.0, counts_fallbacks=False)
+def test_what_another_worker_counts_of_the_access_log_is_not_counted_here(caplog):
+    watch = Watch(Fleet(), lambda: 0.0, counts_log=False)
     with caplog.at_level("WARNING", "fairlead"):
         watch.on_fallback("10.0.0.1:80", 200)
+        watch.on_upload_ended("10.0.0.1", 100, "paused")
     assert value(watch, "fairlead_fallback_requests_total{") == 0
+    assert value(watch, 'fairlead_uploads_ended_total{reason="paused"}') == 0
     assert not caplog.records
 
 
