@@ -639,7 +639,8 @@ def _stopping() -> Refused:
 # Eviction: running sheddable requests are ended to make room for more important ones that wait.
 #
 # Only requests with a priority below 0 are evicted, for requests of a strictly higher priority, and only at endpoints
-# that can serve these. The lowest priority goes first, and among equals the newest, which loses the least.
+# that can serve these. Requests that need no model, such as token counts, make no room. The lowest priority goes first,
+# and among equals the newest, which loses the least.
 #
 # Rules
 # * A victim is gone when its lease is released. The driver closes its stream, and the gateway tells the model server,
@@ -688,7 +689,9 @@ class Eviction:
         running = [
             lease
             for lease in fleet.ledger
-            if lease.request.priority < min(band.priority, 0) and lease.evicted_at < 0.0 and not lease.auxiliary
+            if lease.request.priority < min(band.priority, 0)
+            and lease.evicted_at < 0.0
+            and not (lease.auxiliary or _unhindered(lease.request))
         ]
         if not running:
             return []

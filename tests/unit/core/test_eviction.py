@@ -66,9 +66,10 @@ class House:
         self.pipeline.validate()
         return found
 
-    def arrive(self, priority):
+    def arrive(self, priority, api="chat"):
         self._id += 1
-        return self.feed(ev.RequestArrived(Request(id=self._id, arrived=0.0, priority=priority, prompt_tokens=100)))
+        asked = Request(id=self._id, arrived=0.0, api=api, priority=priority, prompt_tokens=100)
+        return self.feed(ev.RequestArrived(asked))
 
     def evicted(self, after: float) -> list[int]:
         self.clock.advance(after)
@@ -137,6 +138,14 @@ def test_only_sheddable_requests_of_a_lower_priority_where_it_could_run():
     house.arrive(-10)
     house.arrive(5)
     assert len(house.evicted(1.0)) == 1, "the other endpoint is of no use"
+
+
+def test_requests_that_need_no_model_make_no_room():
+    house = House()
+    for api in ("tokenize", "chat", "tokenize", "tokenize"):
+        assert routes(house.arrive(-1, api))
+    house.arrive(5)
+    assert house.evicted(0.3) == [2]
 
 
 def test_while_nobody_can_be_evicted_events_do_not_look_at_all_leases():
