@@ -33,6 +33,7 @@ from fairlead.core.instructions import (
     WarmUp,
 )
 from fairlead.core.records import DecisionRecord, OutcomeRecord, ShadowRecord, StallRecord
+from fairlead.core.request import Request
 from fairlead.core.scheduler import Pipeline
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,9 @@ class Incidents(Protocol):
     def on_client_error(self, api: str, status: int, reason: str, headers: Mapping[str, str] | None) -> None:
         """A request was answered with an error because it cannot be read, or not be changed. `headers`: its own, with
         `x-request-id`; `None` = the pipeline has seen the request."""
+
+    def on_left(self, request: Request) -> None:
+        """The client of a request left while its prompt was read, before the pipeline saw it."""
 
     def on_protocol_error(self, reason: str) -> None:
         """A stream of the gateway was ended because a message on it is malformed or out of order."""

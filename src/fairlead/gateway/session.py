@@ -221,6 +221,7 @@ class Session:
             self._host.feed(StreamLost(self._request.id))
         elif state is SessionState.ASKING_KNOWLEDGE:
             self._reading.cancel()
+            self._host.incidents.on_left(self._request)
         elif state is SessionState.ANSWERING and self._wired():
             if self._watch.complete or self._watch.error_status:
                 self._report()

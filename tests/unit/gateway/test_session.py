@@ -88,7 +88,7 @@ class Wire:
 
 class Seen:
     def __init__(self):
-        self.decisions, self.outcomes, self.errors, self.broken = [], [], [], []
+        self.decisions, self.outcomes, self.errors, self.broken, self.left = [], [], [], [], []
 
     def on_decision(self, record, duration_s):
         self.decisions.append(record)
@@ -101,6 +101,9 @@ class Seen:
 
     def on_protocol_error(self, reason):
         self.broken.append(reason)
+
+    def on_left(self, request):
+        self.left.append(request)
 
 
 class Rig:
@@ -1223,6 +1226,7 @@ async def test_a_client_that_goes_while_its_prompt_is_read_is_never_scheduled(as
     await turns()
     assert reader.answers[0].cancelled()
     assert (rig.seen.decisions, rig.leases()) == ([], 0)
+    assert [request.api for request in rig.seen.left] == ["chat"]
 
 
 async def test_a_prompt_is_read_on_when_the_last_message_of_its_body_comes_again(pb):

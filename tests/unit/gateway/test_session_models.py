@@ -15,6 +15,7 @@ from fairlead.core.headers import ACCESS_LOG_METADATA, RESIZABLE_METADATA, REWRI
 from fairlead.core.models import InferenceModel, ModelSet, Origin, Target
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.profile import Profile
+from fairlead.core.request import Request
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.tokens import TokenEstimator
 from fairlead.gateway.answers import Answers
@@ -87,6 +88,8 @@ class Seen:
 
     def on_client_error(self, api: str, status: int, reason: str, headers: Mapping[str, str] | None) -> None:
         self.errors.append(status)
+
+    def on_left(self, request: Request) -> None: ...
 
     def on_protocol_error(self, reason: str) -> None: ...
 

@@ -26,6 +26,7 @@ from msgspec import Struct
 from fairlead import __version__
 from fairlead.config.schema import Tracing as Settings
 from fairlead.core import apis
+from fairlead.core.flow import LEFT
 from fairlead.core.headers import REQUEST_ID
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.request import Request
@@ -200,9 +201,12 @@ class Tracing:
         decision.end(self._nanoseconds(decided + duration_s))
         if not record.endpoint:
             del self._open[trace]
-            span.set_attribute("http.response.status_code", record.status)
+            left = record.outcome == LEFT.reason  # nobody receives the status
+            if not left:
+                span.set_attribute("http.response.status_code", record.status)
             span.set_attribute("fairlead.outcome", record.outcome)
-            self._fail(span, record.outcome, max(self._now(), decided), failed=record.status >= 500)
+            failed = record.status >= 500 and not left
+            self._fail(span, record.outcome, max(self._now(), decided), failed=failed)
 
     def on_outcome(self, record: OutcomeRecord) -> None:
         trace = record.request.trace

@@ -13,6 +13,7 @@ from fairlead.core.flow import LEFT
 from fairlead.core.flow_control import FlowController
 from fairlead.core.policy import Policy
 from fairlead.core.records import DecisionRecord, OutcomeRecord, StallRecord
+from fairlead.core.request import Request
 from fairlead.core.stalls import LEVELS, level_name
 from fairlead.pool.scrape import TOLD_AFTER, ScrapeStats
 from fairlead.server.observe.component_metrics import ChooserMetrics, KubeMetrics, ShadowMetrics, UploadMetrics
@@ -360,6 +361,11 @@ class Watch:
         self.metrics.on_client_error("", status)
         if self._tracing is not None and headers is not None:
             self._tracing.unread(api, status, reason, headers)
+
+    def on_left(self, request: Request) -> None:
+        """Count a request whose client left before the pipeline saw it."""
+        record = DecisionRecord(request=request, at=self._now(), policy="", outcome=LEFT.reason, status=LEFT.status)
+        self.on_decision(record, 0.0)
 
     def on_protocol_error(self, reason: str) -> None:
         self.metrics.families.protocol_errors.child().inc()

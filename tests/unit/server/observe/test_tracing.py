@@ -14,6 +14,7 @@ from opentelemetry.trace import SpanKind
 from opentelemetry.trace.status import StatusCode
 
 from fairlead.config.schema import Tracing as Settings
+from fairlead.core.flow import LEFT
 from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord
 from fairlead.core.request import Request
 from fairlead.server.observe import tracing as room
@@ -151,6 +152,15 @@ def test_a_refused_request(traced: Traced, status: int, failed: bool) -> None:
     assert (whole.attributes or {})["http.response.status_code"] == status
     assert (whole.status.status_code is StatusCode.ERROR) is failed
     assert len(traced.tracing) == 0
+
+
+def test_a_client_that_left_before_a_decision_is_no_error(traced: Traced) -> None:
+    record = DecisionRecord(request=traced.arrive(), at=100.0, policy="", outcome=LEFT.reason, status=LEFT.status)
+    traced.tracing.on_decision(record, 0.0)
+    whole = traced.spans()["gateway.request"]
+    assert (whole.attributes or {})["error.type"] == "rejected-context-cancelled"
+    assert "http.response.status_code" not in (whole.attributes or {})
+    assert whole.status.status_code is not StatusCode.ERROR
 
 
 @pytest.mark.parametrize(("flags", "spans"), [("01", 1), ("00", 0)])
