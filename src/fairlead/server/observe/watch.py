@@ -114,8 +114,7 @@ class Watch:
         #: Endpoint id → the worst level of its hang that was logged, and when (clock seconds) its last progress was.
         self._hangs: dict[str, tuple[int, float]] = {}
         self._on_routed, self._awake, self._tracing, self._scrapes = on_routed, awake, tracing, scrapes
-        #: Returns the decision id of one of our request numbers; `None` = they have none.
-        self.decision_id: DecisionId | None = None
+        self.decision_id: DecisionId | None = None  # `None` = our decisions have no ids
         self._peers_load = PeersLoad()
         self._alone: Callable[[], bool] = lambda: False
         self.standby: Callable[[], bool] = lambda: self.kube.standby  # whether gateways ask another process
