@@ -75,10 +75,11 @@ class PeerQueues:
                 self._heads.setdefault(key.priority, {})[origin, key] = now - flow.age * AGE_UNIT
             else:
                 self._waits_no_more(origin, key)
-            # A smaller sum than before means that the peer forgot the flow in the meantime and counts from 0 again.
             if before is not None and flow.served_ms != before.served_ms:
-                credited = before.served_ms if before.served_ms < flow.served_ms else 0.0
-                queues.served_elsewhere(key, flow.served_ms - credited, now)
+                # Only a flow that wanted nothing can have been forgotten by the peer, which then counts from 0 again. A
+                # smaller sum of any other means that its requests took less work than predicted.
+                restarted = flow.served_ms < before.served_ms and not before.wanted
+                queues.served_elsewhere(key, flow.served_ms - (0.0 if restarted else before.served_ms), now)
         self.top = max(self._heads, default=-inf)
 
     def drop(self, origin: str) -> None:

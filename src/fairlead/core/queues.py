@@ -342,13 +342,23 @@ class Queues:
             band.flows[key] = self._idle[key] = flow
         return band, flow
 
+    def keep(self, key: FlowKey, now: float) -> None:
+        """Remember the flow for another `FLOW_MEMORY` seconds, although it has no requests that are counted."""
+        if key in self._idle:
+            self._idle[key].seen = now
+            self._idle.move_to_end(key)
+
     def served_elsewhere(self, key: FlowKey, ms: float, now: float) -> None:
-        """Account for `ms` of work that another scheduler gave to the flow, unless it has one priority too many."""
+        """Account for `ms` of work that another scheduler gave to the flow, unless it has one priority too many.
+        Negative = what it gave before took so much less than predicted."""
         if key.priority not in self._bands and len(self._bands) >= MOST_BANDS:
             return
         self._forget_idle(now)
         band, flow = self.named(key, now)
-        band.fairness.spent(flow, ms)
+        if ms < 0.0:
+            band.fairness.corrected(flow, ms)
+        else:
+            band.fairness.spent(flow, ms)
         flow.served -= ms
 
     def sent(self, charge: Charge, step_ms: float) -> None:

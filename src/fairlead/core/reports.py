@@ -225,7 +225,10 @@ class Reports:
         if only != self._only:
             keys += [key for key in (self._only, only) if key is not None]
             self._only = only
-        return self._held(keys, now)
+        held = self._held(keys, now)
+        if only is not None:  # peers are told that it has requests, so its sum must not begin at 0 again
+            self._flow.queues.keep(only, now)
+        return held
 
     def _held(self, keys: Iterable[FlowKey], now: float) -> tuple[Held, ...]:
         flow_control = self._flow

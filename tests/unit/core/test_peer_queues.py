@@ -24,7 +24,7 @@ from fairlead.core.flow import FlowKey
 from fairlead.core.flow_control import DISPATCH_TIMER
 from fairlead.core.instructions import Route
 from fairlead.core.peer_queues import DELAY_S, MOST_FLOWS, TURN, YIELD, PeerQueues
-from fairlead.core.queues import MOST_BANDS, Queues
+from fairlead.core.queues import FLOW_MEMORY, MOST_BANDS, Queues
 from fairlead.core.reports import SharedFleet
 from fairlead.core.request import Request
 from fairlead.plugins.flow_control import Fcfs
@@ -201,6 +201,43 @@ def test_flows_are_told_when_they_change_and_in_a_snapshot(two, clock):
 
 def held(priority, tenant, count, wanted, served_ms=0.0):
     return Held(priority, "m", tenant, count, 0, wanted, served_ms)
+
+
+def tag_after(*reports):
+    """The tag of a peer's flow after reports of (requests wanted, work in ms)."""
+    queues, peers = Queues(lambda priority: (StartTimeFair(), Fcfs())), PeerQueues()
+    for now, (wanted, served_ms) in enumerate(reports):
+        peers.take("a", [held(0, "t", 0, wanted, served_ms)], queues, float(now))
+    flow = queues.named(FlowKey(0, "m", "t"), float(len(reports)))[1]
+    assert flow.served == 0.0
+    return flow.tag
+
+
+def test_a_correction_at_a_peer_is_no_new_work():
+    assert tag_after((0, 0.0), (3, 1500.0), (2, 1490.0), (1, 1480.0), (0, 980.0)) == 980.0
+    assert tag_after((0, 0.0), (2, 1000.0), (0, 700.0), (1, 500.0), (0, 300.0)) == 1000.0, "it counts from 0 again"
+
+
+def test_an_uncounted_flow_is_not_forgotten_while_peers_are_told_of_it(two, clock):
+    a, b = two
+    a.send(1, tenant="x")
+    a.send(2, tenant="y")
+    a.tell(b)
+    a.end(1)
+    a.end(2)
+    a.control.relax()
+    a.send(3, tenant="x")
+    assert a.control.uncounted == FlowKey(0, "", "x")
+    served = {flow.key.tenant: flow.served for flow in a.control.queues.bands()[0].flows.values()}
+    for _ in range(4):
+        clock.advance(FLOW_MEMORY / 2)
+        a.tell(b)
+        a.control.queues.served_elsewhere(FlowKey(0, "", "z"), 1.0, clock.time())
+    a.end(3)
+    a.send(4, tenant="z")
+    flows = {flow.key.tenant: flow.served for flow in a.control.queues.bands()[0].flows.values()}
+    assert "y" not in flows
+    assert flows["x"] == served["x"] > 0.0
 
 
 def test_names_that_want_nothing_make_room_for_new_ones():
