@@ -165,8 +165,8 @@ class Peers:
         self._spread_at = -inf
         self.load = PeersLoad()
 
-    def follow(self, flow: FlowControl) -> None:
-        """Flow control was turned on: keep it informed of the queues of peers."""
+    def follow(self, flow: FlowControl | None) -> None:
+        """Flow control was turned on (`None` = off): keep it informed of the queues of peers."""
         self._flow = flow
 
     @property

@@ -852,11 +852,14 @@ class Pipeline:
             before.flow.drain(flow.flow.gate)
 
     def _drained(self, flow: FlowController) -> None:
-        """Remove flow control that was turned off, once no request waits."""
+        """Remove flow control that was turned off, once no request waits. Reports keep it, to tell peers that its flows
+        want nothing any more."""
         if not flow.flow.queues.count:
-            self._put_in_control(None)
             for entry in self.requests:
-                entry.charge = None
+                self._settle(entry, duration_ms=-1.0)
+            flow.flow.only = None
+            self._put_in_control(None)
+            self.peers.follow(None)
 
     def _restored(self, event: ev.Restored) -> list[Instruction]:
         if isinstance(event.part, Common):

@@ -14,6 +14,7 @@ from fairlead.core.events import (
     PeerHeard,
     PeerLost,
     PeerSnapshot,
+    Reconfigured,
     RequestArrived,
     ResponseEnded,
     TimerFired,
@@ -197,6 +198,30 @@ def test_flows_are_told_when_they_change_and_in_a_snapshot(two, clock):
     b.feed(PeerSnapshot("a", b"".join(a.pipeline.fleet.reports.snapshot())))
     assert b.control.peers.top == 0
     assert b.send(1, priority=-1) == []
+
+
+@pytest.mark.parametrize("tenants", ["xy", "xx"], ids=["counted", "one flow alone"])
+def test_once_flow_control_is_off_peers_hear_that_its_flows_want_nothing(two, tenants):
+    a, b = two
+    assert a.send(1, tenant=tenants[0]) == [1]
+    a.send(2, tenant=tenants[1])
+    a.tell(b)
+    mine = FlowKey(0, "", "mine")
+    assert b.control.peers.beside(mine)
+    a.feed(Reconfigured(load("flowControl: {enabled: false}", need_endpoints=False)))
+    assert a.pipeline.flow_controller is None and len(a.pipeline.requests) == 2
+    a.tell(b)
+    assert not b.control.peers.beside(mine)
+    a.end(1)
+    a.end(2)
+    b.feed(PeerSnapshot("a", b"".join(a.pipeline.fleet.reports.snapshot())))
+    assert not b.control.peers.beside(mine)
+    b.send(1, tenant="y")
+    b.tell(a)
+    a.feed(Reconfigured(load(CONFIG, need_endpoints=False)))
+    b.end(1)
+    b.tell(a)
+    assert a.send(3) == [3]
 
 
 def held(priority, tenant, count, wanted, served_ms=0.0):
