@@ -511,7 +511,8 @@ class Peers:
                 del self.orphans[origin]
 
     def _expire(self, leases: dict[int, Lease], now: float) -> None:
-        for lease in list(leases.values()):
-            if lease.charged_at + self._fleet.ledger.ttl > now:
-                break
-            self._fleet.ledger.release(lease)
+        # All are checked: those of a snapshot come behind newer ones of batches.
+        ledger = self._fleet.ledger
+        for lease in leases.values():
+            if lease.charged_at + ledger.ttl <= now:
+                ledger.release(lease)

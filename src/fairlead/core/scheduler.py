@@ -904,6 +904,8 @@ class Pipeline:
                 self.flow_controller.flow.relax()
             if self.flow_controller.flow.draining:
                 self._drained(self.flow_controller)
+        if self.parking is not None and not (self.parking.remotes or len(self.parking)):
+            self.parking = None
         self.peers.expire(now)
         expired = self.fleet.ledger.expired(now, MOST)
         next_expiry = now if len(expired) == MOST else now + EXPIRY_PERIOD

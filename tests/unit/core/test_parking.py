@@ -28,7 +28,7 @@ from fairlead.core.instructions import AskRemote, Route
 from fairlead.core.records import DecisionRecord
 from fairlead.core.remote import REFUSED, BreakerRules, Canary, RemotePolicy
 from fairlead.core.request import Request
-from fairlead.core.scheduler import Pipeline
+from fairlead.core.scheduler import EXPIRY_PERIOD, Pipeline
 from fairlead.core.tokens import TokenEstimator
 from fairlead.gateway.driver import Driver
 from fairlead.plugins.policies.by_load import LeastRequests
@@ -379,6 +379,16 @@ def test_with_flow_control_those_that_go_at_once_are_charged_to_their_flows() ->
         rig.pick(asked, "e1")
         entry = rig.pipeline.requests.get(asked.id)
         assert entry is not None and entry.charge is not None and entry.charge.ms > 0.0
+
+
+def test_without_remote_schedulers_nothing_is_kept_for_questions_once_the_last_one_is_over() -> None:
+    rig = Rig()
+    rig.parking.remotes = {}
+    rig.clock.advance(EXPIRY_PERIOD)
+    assert rig.pipeline.parking is None
+    rig = Rig()
+    rig.clock.advance(EXPIRY_PERIOD)
+    assert rig.pipeline.parking is rig.parking
 
 
 def test_being_late_again_and_again_opens_the_breaker_and_one_good_answer_closes_it() -> None:

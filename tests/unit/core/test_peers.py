@@ -585,6 +585,20 @@ def test_a_large_snapshot_is_taken_in_in_several_calls_while_batches_go_on(clock
     assert late.column("inflight") == one.column("inflight")
 
 
+def test_leases_of_a_snapshot_expire_in_time_behind_newer_ones(pair, clock):
+    one, other = pair
+    one.send(1)
+    one.batch()
+    clock.advance(50.0)
+    one.send(2)
+    other.feed(PeerHeard("a", one.batch()))
+    other.feed(PeerSnapshot("a", b"".join(one.pipeline.fleet.reports.snapshot())))
+    assert len(other.pipeline.peers.leases) == 2
+    clock.advance(11.0)
+    other.feed(TimerFired(EXPIRY_TIMER))
+    assert len(other.pipeline.peers.leases) == 1
+
+
 def test_snapshots_of_many_peers_are_taken_in_in_turn(clock):
     one, late = Scheduler(clock), Scheduler(clock)
     for number in range(3 * CHARGED_AT_ONCE):
