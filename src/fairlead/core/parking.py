@@ -12,7 +12,7 @@ from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import AskRemote, Instruction, SetTimer
 from fairlead.core.ledger import Lease
 from fairlead.core.policy import Answer, Picked, Policy, Refused
-from fairlead.core.remote import REFUSED, AsksElsewhere, RemotePolicy
+from fairlead.core.remote import HALF_OPEN, REFUSED, AsksElsewhere, RemotePolicy
 from fairlead.core.request import Request
 
 # Reservations: flow control lets a request through, and a scheduler in another process is asked where it goes.
@@ -108,6 +108,13 @@ class Question(Struct, eq=False):
     reservation: Reservation | None = None
     asked_at: float = 0.0
     deadline: float = inf
+    #: It tests whether the scheduler that failed can be asked again.
+    probes: bool = False
+
+    def dropped(self) -> None:
+        """The question is over without an answer, and its time was not up."""
+        if self.probes:
+            self.policy.breaker.dropped()
 
 
 #: A question and its answer; `None` = the fallback policy has to choose. Reservations are still charged.
@@ -160,6 +167,7 @@ class Parking:
         """Ask the question, and charge the reservation. `output`: expected tokens of the answer."""
         remote, request, reservation = question.policy, question.request, question.reservation
         remote.breaker.allows(now)
+        question.probes = remote.breaker.state == HALF_OPEN
         question.asked_at, question.deadline = now, now + remote.budget
         remote.stats.asked += 1
         if reservation is not None and reservation.pick is not None:
@@ -244,7 +252,7 @@ class Parking:
         late = [question for question in self._parked if question.deadline <= now]
         for question in late:
             if question.deadline < question.asked_at + question.policy.budget:
-                question.policy.breaker.dropped()  # the request's own deadline was before the scheduler's budget ended
+                question.dropped()  # the request's own deadline was before the scheduler's budget ended
             else:
                 question.policy.breaker.failed(now)
         return self._given_up(late, "deadline")
@@ -266,7 +274,7 @@ class Parking:
     def cancel(self, question: Question) -> None:
         """Drop the question, because the client is gone. The reservation is still charged."""
         del self._parked[question]
-        question.policy.breaker.dropped()
+        question.dropped()
 
     def validate(self) -> None:
         assert len(self._parked) <= MAX_PARKED

@@ -59,7 +59,8 @@ class Breaker(Struct, eq=False):
         return self.state == CLOSED or not self._probing
 
     def allows(self, now: float) -> bool:
-        """Return `ready`; if True, the request is tried, and `succeeded`, `failed` or `dropped` must follow."""
+        """Return `ready`; if True, the request is tried, and `succeeded`, `failed` or (if half-open) `dropped` must
+        follow."""
         if not self.ready(now):
             return False
         if self.state != CLOSED:
@@ -80,7 +81,7 @@ class Breaker(Struct, eq=False):
             self._opened_at = now
 
     def dropped(self) -> None:
-        """A tried request ended without success or failure."""
+        """The request that was tried while half-open ended without success or failure."""
         self._probing = False
 
 

@@ -381,6 +381,23 @@ def test_with_flow_control_those_that_go_at_once_are_charged_to_their_flows() ->
         assert entry is not None and entry.charge is not None and entry.charge.ms > 0.0
 
 
+def test_a_client_that_leaves_an_old_question_admits_no_second_probe() -> None:
+    rig = Rig()
+    rig.policy.budget = 5.0
+    old = rig.arrive()
+    for _ in range(3):
+        rig.pick(rig.arrive(), "nowhere")
+    assert rig.policy.breaker.state == "open"
+    rig.clock.advance(1.0)
+    probe = rig.arrive()
+    rig.driver.feed(StreamLost(old.id))
+    rig.arrive()
+    assert rig.asked[-1].request.id == probe.id, "one at a time"
+    rig.driver.feed(StreamLost(probe.id))
+    following = rig.arrive()
+    assert rig.asked[-1].request.id == following.id
+
+
 def test_without_remote_schedulers_nothing_is_kept_for_questions_once_the_last_one_is_over() -> None:
     rig = Rig()
     rig.parking.remotes = {}
