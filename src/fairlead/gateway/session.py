@@ -643,15 +643,24 @@ STREAM_GAP = 60.0
 
 
 class _Shares(dict[tuple[str, str, bool], float]):
-    """Share of responses to follow, per model, API and whether streamed. 1 until the first ones of a kind are done."""
+    """Share of responses to follow, per model, API and whether streamed. 1 until the first ones of a kind are done.
+    Clients choose the names of models, so the oldest kind that is not done makes room for a new one."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
         self.usual = share
+        #: How many of the first responses are left, of kinds of which one was followed.
+        self.left: dict[tuple[str, str, bool], int] = {}
 
     def __missing__(self, kind: tuple[str, str, bool]) -> float:
-        if self.usual <= 0.0 or len(self) >= MOST_INSPECTED:
+        if self.usual <= 0.0:
             return self.usual
+        if len(self) >= MOST_INSPECTED:
+            oldest = next((known for known, share in self.items() if share > self.usual), None)
+            if oldest is None:
+                return self.usual
+            del self[oldest]
+            self.left.pop(oldest, None)
         self[kind] = 1.0
         return 1.0
 
@@ -677,9 +686,9 @@ class Inspection:
 
     def _follow(self, request: Request, stream: bool) -> bool:
         kind, shares = (request.model, request.api, stream), self._shares
-        left = self._left.get(kind, FIRST_INSPECTED if kind in shares else 0)
+        left = shares.left.get(kind, FIRST_INSPECTED if kind in shares else 0)
         if left:
-            self._left[kind] = left - 1
+            shares.left[kind] = left - 1
             if left == 1:
                 shares[kind] = shares.usual
             return True
@@ -698,7 +707,6 @@ class Inspection:
     def _begin(self, share: float) -> None:
         self._shares = _Shares(share)
         self._next_at = 0.0
-        self._left: dict[tuple[str, str, bool], int] = {}
 
 
 def sessions(host: Host) -> HandlerFactory:

@@ -21,7 +21,7 @@ from fairlead.gateway.answers import Answers
 from fairlead.gateway.driver import Driver
 from fairlead.gateway.host import Host
 from fairlead.gateway.protobuf import field, number, string_struct
-from fairlead.gateway.session import Inspection, Session
+from fairlead.gateway.session import FIRST_INSPECTED, MOST_INSPECTED, Inspection, Session
 from fairlead.gateway.understand import PromptKnown, Understanding
 from fairlead.plugins.filters.ability import Subset
 from fairlead.plugins.params import NoParams
@@ -913,6 +913,13 @@ def test_the_first_answers_of_each_model_and_api_are_followed_and_later_a_share(
     assert sum(followed(20, model=f"m{number}") for number in range(1000)) < 14_000, "clients invent names"
     inspection.follow(0.0)
     assert followed(100, model="new") == followed(100, True, model="a") == 0
+
+
+def test_names_that_clients_invent_leave_room_for_the_first_answers_of_a_model():
+    inspection = Inspection(0.01, random.Random(1), Clock().time)
+    for count in range(MOST_INSPECTED + 9):
+        inspection(builders.request("x", model=f"invented-{count}"), False)
+    assert all(inspection(builders.request("x", model="new"), False) for _ in range(FIRST_INSPECTED))
 
 
 def test_with_a_share_of_1_every_answer_is_followed():
