@@ -21,7 +21,8 @@ entry names the lease, with two exceptions.
 Rules
 * Entries and requests come on different connections, so the entry of a request may be read before the request itself.
   Therefore the last `REMEMBERED` gateway ids of entries without a lease are kept.
-* An id that came twice was not made by the gateway (something forwards a client's header). It ends no lease.
+* An id that came twice among those kept here was not made by the gateway (something forwards a client's header). It
+  ends no lease. Once it is swept out it may end a wrong one: to keep all such ids would take memory without bound.
 * Ids are not removed when a lease ends normally, because that would cost time for every request. Instead, ids of ended
   requests are swept out when they may be the majority, so the living leases bound the memory.
 """
