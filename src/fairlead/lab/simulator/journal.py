@@ -4,7 +4,7 @@ A journal's directory holds the segments of one or more runs (processes). A segm
 `serve --workers`, the segments of the other workers are in its subdirectories.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,12 @@ class Run(Struct):
     id: str
     #: The segments in order, each with its head.
     segments: list[tuple[Path, Segment]]
-    #: The runs of other workers of the same gateway at the same time, whose clock is the same.
+    #: The runs of workers of the same gateway that ran together, whose clock is the same.
     beside: "list[Run]" = []
+
+    @property
+    def directory(self) -> Path:
+        return self.segments[0][0].parent
 
     @property
     def head(self) -> Segment:
@@ -125,22 +129,32 @@ def runs(path: Path) -> list[Run]:
 
 
 def one_run(path: Path, run: str = "") -> Run:
-    """The run of a journal with the id `run`. Empty = its last run, with the simultaneous runs of other workers in
-    `beside`. Raises `JournalError` that lists the existing runs."""
+    """The run of a journal with the id `run`. Empty = its last run, with those of the same workers in `beside`. Raises
+    `JournalError` that lists the existing runs."""
     there = runs(path)
     if not run:
-        own = [candidate for candidate in there if candidate.segments[0][0].parent == path]
+        own = [candidate for candidate in there if candidate.directory == path]
         last = (own or there)[-1]
-        elsewhere = [candidate for candidate in there if candidate.segments[0][0].parent != last.segments[0][0].parent]
-        if elsewhere:
-            since, until = last.since(), last.until()
-            beside = [each for each in elsewhere if each.until() >= since and each.since() <= until]
-            return replace(last, beside=beside)
+        if any(candidate.directory != last.directory for candidate in there):
+            return replace(last, beside=_beside(last, there))
         return last
     for candidate in there:
         if candidate.id == run:
             return candidate
     raise JournalError(f"{path} has no run {run!r}; it has {', '.join(candidate.id for candidate in there)}")
+
+
+def _beside(last: Run, there: Sequence[Run]) -> list[Run]:
+    """The runs of workers that ran together, without the last one, oldest first: those that overlap it, and those that
+    overlap these, because one that dies begins another run."""
+    spans = {each.id: (each.since(), each.until()) for each in there}
+    together = [last.id]
+    for name in together:  # it grows meanwhile
+        since, until = spans[name]
+        together += [
+            run for run, (began, end) in spans.items() if end >= since and began <= until and run not in together
+        ]
+    return [each for each in there if each.id in together and each is not last]
 
 
 #: Upper bound for a segment's head, which is one block: some hundred KiB for pools with very many endpoints.

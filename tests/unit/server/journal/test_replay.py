@@ -167,6 +167,31 @@ def test_the_runs_of_other_workers_are_read_too(record_run: Callable[..., Any], 
     assert search(tmp_path, "last").run == last
 
 
+def test_the_earlier_run_of_a_worker_that_died_is_read_too(record_run: Callable[..., Any], tmp_path: Path) -> None:
+    """The first worker has two runs, and the second one's overlaps both."""
+    record_run(tmp_path, "policy: default", rate=20.0, seconds=5.0)
+    record_run(tmp_path / "worker-1", "policy: default", rate=20.0, seconds=5.0, run="0000beef")
+    (last,) = tmp_path.glob("*.journal")
+    (other,) = (tmp_path / "worker-1").glob("*.journal")
+    run = one_run(last)
+    for content, made, name, shift_s in (
+        (last, tmp_path / "0.journal", "early", -40.0),
+        (other, other, "beside", -20.0),
+    ):
+        head = one_run(content).head
+        values = {field: getattr(head, field) for field in Segment.__struct_fields__}
+        values |= {"run": name, "epoch": head.epoch + shift_s}
+        first = MAGIC + block(joined([encode((SEGMENT, 0.0, head))], 1))
+        begun = MAGIC + block(joined([encode((SEGMENT, 0.0, Segment(**values)))], 1))
+        made.write_bytes(begun + content.read_bytes()[len(first) :])
+    early, beside, again = (
+        next(each for each in runs(tmp_path) if each.id == name) for name in ("early", "beside", run.id)
+    )
+    assert early.until() < again.since() and beside.since() < early.until() and again.since() < beside.until()
+    both = one_run(tmp_path)
+    assert (both.id, sorted(each.id for each in both.beside)) == (run.id, ["beside", "early"])
+
+
 def test_other_chance_gives_other_decisions(recorded: Any, tmp_path: Path) -> None:
     """The journal's state of the generator counts: without it the draws differ."""
     (run,) = runs(recorded.path)
