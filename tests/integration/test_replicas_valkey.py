@@ -299,6 +299,20 @@ async def test_a_full_server_is_said_and_reading_goes_on_afterwards(server: Valk
         await until(lambda: agree(one, other))
 
 
+async def test_a_primary_that_becomes_a_replica_is_said_and_back_again(server: ValkeyServer) -> None:
+    one, other = Teller("a", server.url), Teller("b", server.url)
+    async with running(one, other):
+        one.say("before")
+        await until(lambda: agree(one, other) and other.known)
+        async with Valkey.from_url(server.url) as client:
+            await client.execute_command("REPLICAOF", "127.0.0.1", "1")
+            one.say("meanwhile")
+            await until(lambda: one.replicas.trouble())
+            assert "takes no writes; in replicas.via name an address that follows" in one.replicas.trouble()
+            await client.execute_command("REPLICAOF", "NO", "ONE")
+        await until(lambda: agree(one, other))
+
+
 async def test_a_server_that_the_stream_has_filled_is_emptied(server: ValkeyServer) -> None:
     one, other = Teller("a", server.url), Teller("b", server.url)
     async with running(one, other), Valkey.from_url(server.url) as client:

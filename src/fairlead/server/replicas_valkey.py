@@ -222,6 +222,9 @@ class ValkeyReplicas(Replicas):
         if self.problem and secure and _CLOSED.search(problem):  # again, so it is no restart
             why = "the server closes each connection; if it demands client certificates, see replicas.certDir"
             problem = f"{self.where}: {why}"
+        elif "read only replica" in problem:  # as after a failover by Sentinel
+            why = "it is a replica, which takes no writes; in replicas.via name an address that follows the primary"
+            problem = f"{self.where}: {why}"
         if not self.problem:
             self.counts.outages += 1
             self._alone_since = now
