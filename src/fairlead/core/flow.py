@@ -168,7 +168,6 @@ DISPLACED = Refused(SATURATED, "a more important request needed the place in the
 EVICTED = Refused("evicted", "the request made way for a more important one; try again", status=429)
 #: Not sent to anyone, since the client is gone.
 LEFT = Refused("rejected-context-cancelled", "client disconnected")
-NEVER = inf
 
 # How many requests may wait, and for how long: in total, per band and per flow.
 

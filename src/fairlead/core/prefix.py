@@ -3,7 +3,7 @@
 Rules
 * A prompt is cut into blocks whose borders depend on the offset alone, so equal beginnings give equal borders. Blocks
   grow with depth: `max(finest, offset // growth)` bytes. A 24 kB prompt has 66 blocks, a 490 kB one 165, and the match
-  is never off by more than one block, that is `1/growth` of its length. Equal blocks would cost thousands of entries.
+  is off by at most one: `finest` bytes, or `1/growth` of its length. Equal blocks would cost thousands of entries.
 * Block i is hashed together with the hash of block i-1 (xxh3, 64 bits), the first one with a hash of the prompt's scope
   (model, salt, tools). Equal hash therefore means equal beginning. The partial tail is not hashed.
 * A match is contiguous from the start; an engine cannot use blocks behind a gap.

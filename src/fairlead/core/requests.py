@@ -3,10 +3,11 @@
     collecting → understood → (asking knowledge) → queued → (asked elsewhere) → routed → answering → ended
 
 Rules
-* A request is in exactly one state, and each state has one owner. The ext_proc session owns `collecting`,
-  `understood` and `asking knowledge`. `RequestArrived` hands the request to `Requests`, which owns all later states.
+* A request is in exactly one state, and each state has one owner. `RequestArrived` hands the request to `Requests`,
+  which owns the states from `queued` on. The earlier ones are the session's (`gateway.session.SessionState`), and
+  here for the whole picture.
 * `TRANSITIONS` lists what may happen in each state and which states may follow. An empty tuple means that the trigger
-  is late or a duplicate and changes nothing. A trigger that is not listed for a state is a bug, and is asserted.
+  is late or a duplicate and changes nothing. A trigger that is not listed for a state is a bug, and raises.
 * A request acquires what `HOLDS` names on entering a state, and releases it on leaving. Nothing else refers to requests
   by their id: the entry holds the objects of the other parts (`Waiting`, `Question`, `Lease`).
 * `ending`: the endpoint left the pool and the load is released. The endpoint may still answer, for example while it

@@ -10,8 +10,9 @@
                 journal get a record
 
 Rules
-* Only `handle` changes state. It is synchronous, does no I/O, and uses only the clock and the random generator that
-  it was given. So feeding a log of events to it again replays the same decisions.
+* Only `handle` changes state, except the index of KV events (`pool.kv_events.pump`). It is synchronous, does no I/O,
+  and uses only the clock and the random generator that it was given. So feeding a log of events to it again replays
+  the same decisions.
 * Every request here has one entry in `requests`. The entry's state determines which events are valid and what is held
   for the request: see `fairlead.core.requests`. Only `handle` ignores late events.
 * Every `RequestArrived` is answered by exactly one `Route` or `Reject`, at once or by a later call, unless its

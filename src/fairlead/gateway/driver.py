@@ -5,8 +5,8 @@ Rules
   out. So `Pipeline.handle` is never re-entered, and all effects of an event come before the next event.
 * Each instruction is carried out separately. If one fails, that is logged and counted, and the others are still carried
   out. If a request's client fails, the request is ended: the client gives up, and the pipeline gets `StreamLost`.
-* A failure of the pipeline itself is raised to the caller that fed the event. The waiting events are handled in the
-  next turn of the event loop.
+* A failure of the pipeline itself is raised to the caller of the `feed` that is running, which may have fed another
+  event. The waiting events are handled in the next turn of the event loop.
 """
 
 import logging

@@ -35,8 +35,8 @@ IGNORED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 DRAIN_SECONDS = 30.0
 #: Seconds that a scheduler gets to exit after that, or after a second signal.
 _END_SECONDS = 5.0
-#: Seconds before a dead scheduler is started again; doubled up to the cap while it dies within `_HEALTHY_SECONDS`. The
-#: cap is also how long a corrected configuration may wait.
+#: Seconds before a dead scheduler is started again; doubled up to the cap each time it dies within `_HEALTHY_SECONDS`,
+#: the first time included. The cap is also how long a corrected configuration may wait.
 _BACKOFF_FIRST, _BACKOFF_CAP = 0.1, 20.0
 _HEALTHY_SECONDS = 10.0
 #: After this many seconds, a new scheduler certainly listens, and the gateway certainly asks it.
