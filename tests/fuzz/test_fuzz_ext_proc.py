@@ -18,7 +18,7 @@ from fairlead.core.errors import ProtocolError
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.core.headers import ACCESS_LOG_METADATA, CONTROL_HEADERS, DESTINATION, WHOLE_BODY_METADATA
 from fairlead.gateway.access_log import AccessLogStream
-from fairlead.gateway.ext_proc import SUBSET_KEY, SUBSET_NAMESPACE, Incoming
+from fairlead.gateway.ext_proc import LEASE_KEY, SUBSET_KEY, SUBSET_NAMESPACE, Incoming
 from fairlead.gateway.session import Session
 
 fuzz = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
@@ -216,16 +216,17 @@ class Stream:
             assert own == sorted(own)
             assert own.count(0) <= 1 and own.count(2) <= 1
         assert set(kinds) <= {*REQUEST, *RESPONSE, "immediate_response"}
-        picks = [answer.dynamic_metadata["envoy.lb"] for answer in answers if answer.HasField("dynamic_metadata")]
+        refusals = [answer for answer in answers if answer.WhichOneof("response") == "immediate_response"]
+        picks = [answer for answer in answers if answer.HasField("dynamic_metadata") and answer not in refusals]
         assert len(picks) <= 1
-        for answer in answers:
-            part = getattr(answer, str(answer.WhichOneof("response")))
+        for answer in picks:
+            (header,) = getattr(answer, answer.WhichOneof("response")).response.header_mutation.set_headers
+            assert header.header.key == DESTINATION
+            assert header.header.raw_value.decode() == answer.dynamic_metadata["envoy.lb"][DESTINATION]
+        for answer in refusals:
+            assert answer.immediate_response.status.code in (400, 413, 503) and answer.immediate_response.body
             if answer.HasField("dynamic_metadata"):
-                (header,) = part.response.header_mutation.set_headers
-                assert header.header.key == DESTINATION
-                assert header.header.raw_value.decode() == picks[0][DESTINATION]
-            if answer.WhichOneof("response") == "immediate_response":
-                assert part.status.code in (400, 413, 503) and part.body
+                assert [*answer.dynamic_metadata["envoy.lb"]] == [LEASE_KEY]
 
 
 def finish(rig: Any, wires: Any) -> None:

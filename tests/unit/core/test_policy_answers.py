@@ -11,7 +11,7 @@ from fairlead.core import events as ev
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import PluginError
 from fairlead.core.fleet import Fleet
-from fairlead.core.policy import Answer, Context, Picked, Refused, Stage, checked
+from fairlead.core.policy import Answer, Context, Cycle, Picked, Refused, Stage, checked
 from fairlead.core.records import DecisionRecord, Trace
 from fairlead.core.request import Request
 from fairlead.core.scheduler import Pipeline
@@ -31,6 +31,10 @@ class Answers:
 
     def choose(self, request: Request, fleet: Fleet, context: Context) -> Answer:
         return self._answer  # type: ignore[no-any-return]
+
+
+def cycle() -> Cycle:
+    return Cycle(Context(0.0, Random(1)))
 
 
 def decision(answer: Any) -> tuple[DecisionRecord, list[str]]:
@@ -126,14 +130,14 @@ def test_a_wrong_refusal_of_a_filter_is_reported_and_replaced(refusal: Any) -> N
 
 @pytest.mark.parametrize(("demotion", "factor"), [([0.5, 9.0], 1.0), ([0.5, -1.0], 0.0)], ids=["above", "below"])
 def test_a_demotion_stays_in_its_range(demotion: Any, factor: float) -> None:
-    made = GuardedFilter(Refuses(None, demotion)).demote(Request(id=1, arrived=0.0), fleet_of(2), None)  # type: ignore[arg-type]
+    made = GuardedFilter(Refuses(None, demotion)).demote(Request(id=1, arrived=0.0), fleet_of(2), cycle())
     assert made is not None and made.tolist() == [0.5, factor]
 
 
 @pytest.mark.parametrize("demotion", [[0.5, float("nan")], [0.5]], ids=["nan", "short"])
 def test_a_wrong_demotion_is_reported(demotion: Any) -> None:
     with pytest.raises(ValueError, match="a demotion"):
-        GuardedFilter(Refuses(None, demotion)).demote(Request(id=1, arrived=0.0), fleet_of(2), None)  # type: ignore[arg-type]
+        GuardedFilter(Refuses(None, demotion)).demote(Request(id=1, arrived=0.0), fleet_of(2), cycle())
 
 
 def test_a_picker_gives_a_plain_slot() -> None:
@@ -143,7 +147,7 @@ def test_a_picker_gives_a_plain_slot() -> None:
         def pick(self, request: Any, fleet: Any, totals: Any, cycle: Any) -> Any:
             return totals.argmax()
 
-    slot = GuardedPicker(Picks()).pick(Request(id=1, arrived=0.0), fleet_of(2), np.array([0.0, 1.0]), None)  # type: ignore[arg-type]
+    slot = GuardedPicker(Picks()).pick(Request(id=1, arrived=0.0), fleet_of(2), np.array([0.0, 1.0]), cycle())
     assert (slot, type(slot)) == (1, int)
 
 
