@@ -207,16 +207,13 @@ class _Limit(Struct):
     below: float = 0.0
     #: The limit; 0 = unknown.
     known: float = 0.0
-    #: Scrapes since the limit was last seen to keep requests waiting, in which as many ran and none waited.
+    #: Scrapes of the endpoint that tests it, since the limit was last seen to keep requests waiting, in which as many
+    #: ran and none waited.
     untested: int = 0
 
-    @property
-    def now(self) -> float:
-        """The limit to go by. One more once it is long untested: a wrong one would keep itself from being shown."""
-        return self.known + 1.0 if self.known and self.untested >= LIMIT_TRUSTED else self.known
-
-    def sampled(self, waiting: float, running: float) -> None:
-        self.untested = 0 if waiting >= 1.0 else self.untested + (running >= self.known)
+    def sampled(self, waiting: float, running: float, tests: bool) -> None:
+        """`tests`: the scrape is of the endpoint that tests the limit."""
+        self.untested = 0 if waiting >= 1.0 else self.untested + (tests and running >= self.known)
         if running > self.peak:
             # More than the known limit run while others wait: then the limit is higher, but there still is one.
             self.known = running if self.known and waiting >= 1.0 else 0.0
@@ -275,6 +272,11 @@ class _Class:
         self.factors = self.published = factors
         self.lag = factors[1]
         self.level = _level(factors)
+
+    @property
+    def tester(self) -> int:
+        """The member at which a limit that is long untested is tested."""
+        return next(iter(self.members))
 
     @property
     def is_untried(self) -> bool:
@@ -519,11 +521,16 @@ class Rates:
 
     def sampled(self, slot: int, waiting: float, running: float) -> None:
         """Learn the limit of sequences from a scrape of an endpoint with memory to spare."""
-        self._classes[self._looks[slot]].limit.sampled(waiting, running)
+        alike = self._classes[self._looks[slot]]
+        alike.limit.sampled(waiting, running, slot == alike.tester)
 
     def limit(self, slot: int) -> float:
-        """Return how many sequences the endpoint runs at once; 0 = unknown."""
-        return self._classes[self._looks[slot]].limit.now
+        """Return how many sequences the endpoint runs at once; 0 = unknown. One more at one endpoint of the class once
+        the limit is long untested: a wrong one would keep itself from being shown."""
+        alike = self._classes[self._looks[slot]]
+        limit = alike.limit
+        tests = limit.known and limit.untested >= LIMIT_TRUSTED and slot == alike.tester
+        return limit.known + 1.0 if tests else limit.known
 
     def _publish(self, alike: _Class) -> None:
         """Write the factors of a class to the columns of all its members."""

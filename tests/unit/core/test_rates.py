@@ -227,13 +227,14 @@ class TestLimits:
         assert rates.limit(0) == 0.0
 
     def test_a_limit_that_nothing_shows_any_more_is_tested_by_one_more(self) -> None:
-        rates = pool(1)
+        rates = pool(2)
         for _ in range(4):
             rates.sampled(0, 1.0, 4.0)
         for _ in range(LIMIT_TRUSTED):
             assert rates.limit(0) == 4.0
             rates.sampled(0, 0.0, 4.0)
-        assert rates.limit(0) == 5.0
+            rates.sampled(1, 0.0, 4.0)
+        assert (rates.limit(0), rates.limit(1)) == (5.0, 4.0), "at one of the class is enough"
         rates.sampled(0, 1.0, 4.0)
         assert rates.limit(0) == 4.0, "one waits: it is the limit indeed"
         for _ in range(2 * LIMIT_TRUSTED):
