@@ -70,6 +70,9 @@ REFUSALS = 16
 #: Seconds that requests wait at least for an endpoint that can serve them, after the last one has gone, so that the
 #: replacement of a server refuses none. And the least seconds between two looks for models without one.
 GAP, STRANDED_S = 30.0, 1.0
+#: Models that one pass looks at for that, and how many more requests a call looks at than it may give up. A look takes
+#: 0.08 ms.
+JUDGED = 8
 
 
 class Gate(Protocol):
@@ -197,6 +200,8 @@ class FlowControl:
         #: what that was judged by, and the clock seconds before which it is not judged again.
         self._stranded: dict[str, float] = {}
         self._judged = ((-1, -1), -inf)
+        #: The longest-waiting request of each model that is still to be judged.
+        self._unjudged: dict[str, Waiting] = {}
         #: The last `expire` or `stop` may have left requests that must be refused too.
         self._left = False
         self.tally = Tally()
@@ -544,19 +549,21 @@ class FlowControl:
     def _find_stranded(self, fleet: Fleet, now: float) -> None:
         """Note the models whose longest-waiting request no endpoint can serve any more. Only a change of the table or
         the rules strands one: a request that none can serve at its arrival does not wait."""
-        version, before = self.binder.version(fleet.table), self._judged
-        if before[0] == version or now < before[1]:
-            return
-        self._judged, first = (version, now + STRANDED_S), dict[str, Waiting]()
-        for waiting in chain.from_iterable(band.members.values() for band in self.queues.bands()):
-            first.setdefault(waiting.request.target_model, waiting)
-            if len(first) == self.queues.models:  # soon, and thousands may wait
-                break
-        self._stranded = {
-            model: max(self._stranded.get(model, now), waiting.since)
-            for model, waiting in first.items()
-            if self.binder.look(waiting.request, fleet, now)[0] == inf
-        }
+        version, before, first = self.binder.version(fleet.table), self._judged, self._unjudged
+        if before[0] != version and now >= before[1]:
+            self._judged = (version, now + STRANDED_S)
+            first.clear()
+            for waiting in chain.from_iterable(band.members.values() for band in self.queues.bands()):
+                first.setdefault(waiting.request.target_model, waiting)
+                if len(first) == self.queues.models:  # soon, and thousands may wait
+                    break
+            self._stranded = {model: since for model, since in self._stranded.items() if model in first}
+        for model in list(islice(first, JUDGED)):
+            waiting = first.pop(model)
+            if self.binder.look(waiting.request, fleet, now)[0] == inf:
+                self._stranded[model] = max(self._stranded.get(model, now), waiting.since)
+            else:
+                self._stranded.pop(model, None)
 
     @property
     def _patience(self) -> float:
@@ -564,11 +571,13 @@ class FlowControl:
         return max(self._times.no_endpoints, GAP)
 
     def _given_up(self, most: int, fleet: Fleet, now: float) -> list[Waiting]:
-        """Take out up to `most` requests that no endpoint can serve, of models that had none for too long."""
+        """Take out up to `most` requests that no endpoint can serve, of models that had none for too long. It looks at
+        the first of these models' requests only."""
         over = {model for model, since in self._stranded.items() if since + self._patience <= now}
         waiting = chain.from_iterable(band.members.values() for band in self.queues.bands()) if over else ()
         lost = (each for each in waiting if each.request.target_model in over)
-        given_up = list(islice((each for each in lost if self.binder.look(each.request, fleet, now)[0] == inf), most))
+        looked_at = islice(lost, most + JUDGED)
+        given_up = [each for each in looked_at if self.binder.look(each.request, fleet, now)[0] == inf][:most]
         for each in given_up:
             self.queues.remove(each)
         if len(given_up) < most:

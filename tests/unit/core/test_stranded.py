@@ -1,14 +1,16 @@
 """Requests that wait while the last endpoint of their model leaves."""
 
 from random import Random
+from typing import Any
 
 import pytest
 
 from fairlead.compat.load import load
 from fairlead.config.building import build_pipeline
 from fairlead.core import events as ev
+from fairlead.core.binding import LOOKUPS, PairBinder
 from fairlead.core.endpoint import Endpoint, Sample
-from fairlead.core.flow_control import DEADLINE_TIMER, GAP
+from fairlead.core.flow_control import DEADLINE_TIMER, GAP, JUDGED
 from fairlead.core.instructions import Hold, Instruction, Reject, Route, SetTimer
 from fairlead.core.request import Request
 from fairlead.testing import SimClock
@@ -81,3 +83,25 @@ def test_a_server_that_is_replaced_refuses_none_of_those_that_wait() -> None:
         rig.feed(ev.EndpointUp(A))
         rig.pass_time(3.0)
     assert not rig.pipeline.flow_controller or len(rig.pipeline.flow_controller) <= 1
+
+
+def test_a_pass_looks_at_few_of_many_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(FLOW.format(ttl="0s"))
+    rig.feed(ev.EndpointUp(Endpoint("any", "10.0.0.9:80")))
+    assert rig.arrive("m0") == [Route]
+    for number in range(200):
+        assert rig.arrive(f"m{number}") == [Hold]
+    rig.pass_time(5.0)
+    looks: list[int] = []
+    look = PairBinder.look
+
+    def counted(binder: PairBinder, *of: Any) -> Any:
+        looks.append(1)
+        return look(binder, *of)
+
+    monkeypatch.setattr(PairBinder, "look", counted)
+    rig.feed(ev.EndpointDown("any"))
+    assert 0 < len(looks) <= LOOKUPS + JUDGED
+    monkeypatch.undo()
+    refused = rig.pass_time(GAP + 20.0)
+    assert len([one for one in refused if isinstance(one, Reject)]) == 200, "all the same"
