@@ -144,6 +144,11 @@ class Parsing:
             for name, value in structs.asdict(parsed).items():
                 if not isinstance(value, _KINDS[name]):
                     raise TypeError(f"{name} is {type(value).__name__}, expected {_KINDS[name].__name__}")
+                if isinstance(value, int) and value < 0:
+                    raise ValueError(f"{name} is {value}, expected 0 or more")
+            for part in parsed.prompt:
+                if not isinstance(part, bytes | memoryview):
+                    raise TypeError(f"a part of prompt is {type(part).__name__}, expected bytes")
             return parsed
         except ClientError:
             raise

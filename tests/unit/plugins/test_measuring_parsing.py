@@ -76,7 +76,14 @@ def test_other_paths_are_read_as_ever() -> None:
 NUMPY = ParsedRequest(max_tokens=np.int64(3))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("answer", [RuntimeError("oops"), "nonsense", NUMPY], ids=["raises", "text", "numpy"])
+TEXT, NEGATIVE = ParsedRequest(prompt=("hello",)), ParsedRequest(prompt_tokens=-1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [RuntimeError("oops"), "nonsense", NUMPY, TEXT, NEGATIVE],
+    ids=["raises", "text", "numpy", "a prompt of text", "negative"],
+)
 def test_a_broken_parser_leaves_the_request_unread(answer: object) -> None:
     errors: list[PluginError] = []
     parsed = Parsing([Rank(answer)], errors.append)("/v1/rank", BODY)
