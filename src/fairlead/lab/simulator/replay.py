@@ -437,7 +437,7 @@ class Compared(Struct, kw_only=True):
 
 
 #: What follows from the sending of a request.
-_ANSWERS = (FirstTokenSeen, ResponseBegan, UsageReported, RequestMoved, ResponseEnded)
+_ANSWERS = (FirstTokenSeen, ResponseBegan, UsageReported, RequestMoved, ResponseEnded, StreamLost)
 
 
 class Delaying:
@@ -461,7 +461,10 @@ class Delaying:
         if not isinstance(event, _ANSWERS):
             return records + self._fed(step.time_s, event)
         if self._player.waits(event.request_id):
-            self._early.setdefault(event.request_id, []).append((step.time_s, event))
+            if not isinstance(event, StreamLost):
+                self._early.setdefault(event.request_id, []).append((step.time_s, event))
+            elif event.request_id not in self._early:
+                records += self._fed(step.time_s, event)  # its client leaves; else its session ends with its answer
         elif delay := self._delays.get(event.request_id, 0.0):
             self._put(step.time_s + delay, event)
         else:
