@@ -78,6 +78,8 @@ class _ShelfPart(Struct, array_like=True):
     #: If the blocks are those of a `Tail`: its `needed`, at least 1, and its block size. Blocks without a key have 0.
     needed: int = 0
     tail_size: int = 0
+    #: `RankCache.sparse`.
+    sparse: bool = False
 
 
 class _Snapshot(Struct, array_like=True):
@@ -155,7 +157,7 @@ def _tail_copies(endpoint: str, cache: RankCache, group: int, tail: Tail, place:
     while (copies := dict(islice(blocks, _TAIL_PART))) or first:
         first = False
         part = _part(endpoint, cache, group, Tier.GPU, place)
-        part.needed, part.tail_size = tail.needed, tail.block_size
+        part.needed, part.tail_size, part.sparse = tail.needed, tail.block_size, cache.sparse
         part.hashes = np.array([*copies], "<u8").tobytes()
         part.keys = np.array([tail.key_of.get(digest, 0) for digest in copies], "<u8").tobytes()
         part.copies = np.array([min(count, MOST_COPIES) for count in copies.values()], "<u2").tobytes()
@@ -217,6 +219,7 @@ class Shelved:
                 if size > 0 and tier in list(Tier):
                     cache.note_size(size, Tier(tier))
             cache.block_size = block_size
+            cache.sparse |= part.sparse
             place(cache, Place(part.last, part.last_ts, part.provisional))
             hashes = np.frombuffer(part.hashes, "<u8").tolist()
             keys = np.frombuffer(part.keys, "<u8").tolist()

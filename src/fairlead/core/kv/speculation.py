@@ -15,7 +15,7 @@ Rules
 """
 
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
 from msgspec import Struct
@@ -46,6 +46,8 @@ class Speculation:
         #: An ordered set, in the order of sending.
         self._leases: OrderedDict[Guess, None] = OrderedDict()
         self._by_slot: dict[int, dict[Guess, None]] = {}
+        #: Slot → last key of a prompt → number of leases.
+        self._ends: dict[int, dict[int, int]] = {}
         #: Key → slot → number of leases.
         self._holders: dict[int, dict[int, int]] = {}
 
@@ -75,6 +77,8 @@ class Speculation:
         guess = Guess(slot, entered, until, len(keys), int(keys[-1]))
         self._leases[guess] = None
         self._by_slot.setdefault(slot, {})[guess] = None
+        ends = self._ends.setdefault(slot, {})
+        ends[guess.end] = ends.get(guess.end, 0) + 1
         if len(self._leases) > self.limit:
             self.release(next(iter(self._leases)))
         return guess
@@ -87,8 +91,12 @@ class Speculation:
         del self._leases[ended]
         of_slot = self._by_slot[ended.slot]
         del of_slot[ended]
+        ends = self._ends[ended.slot]
+        ends[ended.end] -= 1
+        if not ends[ended.end]:
+            del ends[ended.end]
         if not of_slot:
-            del self._by_slot[ended.slot]
+            del self._by_slot[ended.slot], self._ends[ended.slot]
         for key in ended.keys:
             slots = self._holders[key]
             if slots[ended.slot] > 1:
@@ -112,11 +120,13 @@ class Speculation:
             self.release(guess)
 
     def continued(self, slot: int, keys: Keys) -> int:
-        """Return the blocks of the longest prompt that was sent to the slot and that these keys continue. O(leases of
-        the slot)."""
-        sent = self._by_slot.get(slot, ())
-        fits = [guess for guess in sent if guess.blocks <= len(keys) and int(keys[guess.blocks - 1]) == guess.end]
-        return max((guess.blocks for guess in fits), default=0)
+        """Return the blocks of the longest prompt that was sent to the slot and that these keys continue."""
+        ends = self._ends.get(slot)
+        if ends:
+            for place in range(len(keys), 0, -1):
+                if int(keys[place - 1]) in ends:
+                    return place
+        return 0
 
     def depths(self, keys: Keys) -> Iterator[tuple[int, int]]:
         """Iterate over (slot, blocks) of all slots that were sent at least the first block."""
@@ -145,4 +155,5 @@ class Speculation:
         assert counted == self._holders
         assert self._leases.keys() == {guess for leases in self._by_slot.values() for guess in leases}
         assert all(self._by_slot.values())
+        assert self._ends == {slot: Counter(guess.end for guess in sent) for slot, sent in self._by_slot.items()}
         assert len(self._leases) <= self.limit
