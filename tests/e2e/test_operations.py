@@ -33,8 +33,8 @@ SECONDS = 14.0
 NAME = r"(?:fairlead|llm_d_epp|inference_\w+?|vllm|kv_cache|epp)[_:]\w+|index_size"
 #: Names that nothing of this run can have: they need a Kubernetes API server, or are of the rules themselves.
 ELSEWHERE = ("fairlead_kube_",)
-#: On the page only where an indexer is asked.
-WITH_INDEXER = ("fairlead_indexer_up",)
+#: On the page only where an indexer is asked, or where there are several schedulers.
+WITH_OTHERS = ("fairlead_indexer_up", "fairlead_replicas_peers", "fairlead_replicas_unheard_seconds")
 RECORDED = ("vllm_time_to_first_token_seconds_bucket", "vllm_queue_depth")
 #: Only the shape is promised: nothing of the kind happens while all is well.
 QUIET = re.compile(
@@ -207,7 +207,7 @@ def test_every_metric_that_operators_are_told_of_is_there(site: Site) -> None:
     page = site.loaded + site.page(f"http://{site.stub.addresses[0]}/metrics")
     typed = {*re.findall(r"^# TYPE (\S+)", page, re.MULTILINE)}
     sampled = {*re.findall(r"^([a-zA-Z_:][\w:]*)(?:\{| )", page, re.MULTILINE)}
-    shown = {name for name in named if name not in (*RECORDED, *WITH_INDEXER)}
+    shown = {name for name in named if name not in (*RECORDED, *WITH_OTHERS)}
     absent = [name for name in shown if name not in typed and re.sub(r"_(bucket|sum|count)$", "", name) not in typed]
     assert absent == []
     silent = {name for name in shown if name not in sampled and f"{name}_count" not in sampled}

@@ -174,8 +174,8 @@ def _only_if_all_are(costs: FloatColumn) -> FloatColumn:
 
 def _in_that_order(costs: FloatColumn, able: BoolColumn, kernel: FloatColumn) -> FloatColumn:
     """Return the kernel's costs of each request, rearranged so that the endpoint with the policy's lowest cost has the
-    kernel's lowest, and so on. Ties keep the kernel's order; where the kernel's costs are equal, the policy's order
-    remains. Infinite costs stay as they are."""
+    kernel's lowest, and so on. Ties keep the kernel's order; where the kernel's costs are equal and above 0, the
+    policy's order remains. Infinite costs stay as they are."""
     kernel = np.where(able, kernel, np.inf)
     ranks = np.lexsort((kernel, np.where(able, costs, np.inf)), axis=-1)
     reordered = np.empty_like(kernel)
