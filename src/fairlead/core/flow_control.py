@@ -555,7 +555,7 @@ class FlowControl:
             first.clear()
             for waiting in chain.from_iterable(band.members.values() for band in self.queues.bands()):
                 first.setdefault(waiting.request.target_model, waiting)
-                if len(first) == self.queues.models:  # soon, and thousands may wait
+                if len(first) == len(self.queues.models):  # soon, and thousands may wait
                     break
             self._stranded = {model: since for model, since in self._stranded.items() if model in first}
         for model in list(islice(first, JUDGED)):
@@ -628,7 +628,8 @@ class FlowControl:
     def next_deadline(self) -> float:
         if self._stopped < inf and len(self.queues):
             return self._stopped
-        first = min(self.queues.next_deadline(), min(self._stranded.values(), default=inf) + self._patience)
+        stranded = (since for model, since in self._stranded.items() if model in self.queues.models)
+        first = min(self.queues.next_deadline(), min(stranded, default=inf) + self._patience)
         if self._deserted < inf:
             first = min(first, max(self._deserted, self.oldest()) + self._times.no_endpoints)
         return first

@@ -12,7 +12,7 @@ Rules
 
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from math import inf
 from operator import attrgetter
@@ -229,9 +229,9 @@ class Queues:
         return [self._bands[-negative] for negative in self._order]
 
     @property
-    def models(self) -> int:
-        """The number of target models of which requests wait."""
-        return len(self._paces)
+    def models(self) -> Collection[str]:
+        """The target models of which requests wait."""
+        return self._paces.keys()
 
     # ---- in ----
 

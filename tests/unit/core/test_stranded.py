@@ -105,3 +105,14 @@ def test_a_pass_looks_at_few_of_many_models(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.undo()
     refused = rig.pass_time(GAP + 20.0)
     assert len([one for one in refused if isinstance(one, Reject)]) == 200, "all the same"
+
+
+def test_a_stranded_request_whose_client_leaves_leaves_no_deadline() -> None:
+    rig = Rig(FLOW.format(ttl="0s"))
+    assert rig.arrive("a") == [Hold]
+    rig.feed(ev.EndpointDown("a"))
+    rig.pass_time(5.0)
+    rig.feed(ev.StreamLost(3))
+    controller = rig.pipeline.flow_controller
+    assert controller is not None and controller.flow.next_deadline() == float("inf")
+    assert rig.pass_time(GAP) == []
