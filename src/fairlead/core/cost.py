@@ -4,10 +4,12 @@ Theory. At endpoint i, for a prompt of n tokens of which u must be computed:
 
     prefill       P = c_pf·u + c_attn·u·(n - u/2)       computing the prompt itself
     step          S = c0 + c_seq·B + c_kv·KV            a step that only decodes: B sequences with KV tokens in all
-    queue         Q = Σ P of our requests before their first token, less the time since the first of them began. That
-                      time counts for at most one step, unless first tokens are not seen, and not while the request
-                      waits for a slot. If the first of them is late, and not because of memory, the endpoint is slower
-                      than believed, and all are taken to be late in proportion
+    queue         Q = Σ P of our requests before their first token, less what the engine has done of that work. It has
+                      worked since the first of them began, but one step at most is subtracted: after more, a first
+                      token would have been seen. Where first tokens are not seen, all of the time is subtracted, and
+                      nothing while the sequence slots are full. If the next first token is late (`LATE`) and
+                      memory is not the cause, the engine is slower than believed: Q is then at least the delay, times
+                      the work of all requests over the work of the first
     steps         S·⌈(W + u)/8192⌉ + S/2                the steps that compute the prompt and the W queued tokens before
                                                         it, and the rest of the running step
     slots         A·S/N for each answer that must end before the request gets a sequence slot. The engine runs N
@@ -42,16 +44,18 @@ Theory. At endpoint i, for a prompt of n tokens of which u must be computed:
                                                         It is relative to T, not to a fixed time: in an overload all
                                                         wait, and no request should leave the endpoint that has cached
                                                         its prompt.
-    reuse         -3/4 of P, for the tokens that others have cached and i has not, if far fewer requests are at i than
-                                                        at each of those others. A copy of a cached beginning serves
-                                                        about three more requests, so each owes a quarter of it.
-                                                        Otherwise a new endpoint would stay empty: a copy is expensive
-                                                        for one request and cheap for all. Far fewer: by three standard
-                                                        deviations of the difference that chance makes between equal
-                                                        loads. Smaller differences even out by themselves, and a copy
-                                                        takes memory. One copy at a time: only where no prompt is
-                                                        queued, so that none waits for another. P in interference and
-                                                        TTFT in patience are lower by as much.
+    reuse         -kappa·P·3/4·(u - v)/u                a discount for making another copy of a cached beginning. v is
+                                                        the least u anywhere, at the endpoints that have cached most
+                                                        of the prompt. A copy serves about three more requests, so
+                                                        this one pays a quarter of computing it. Without the discount
+                                                        a new endpoint would stay empty: a copy is expensive for one
+                                                        request and cheap for all. It is given only where no prompt is
+                                                        queued, so that copies are made one at a time, and where far
+                                                        fewer requests are than at any endpoint where u = v.
+                                                        Far fewer: by three standard deviations of the difference that
+                                                        chance makes between equal loads. Smaller differences even out
+                                                        by themselves, and a copy takes memory. P in interference and
+                                                        TTFT in patience are lower by the same share
 
 The coefficients are those of `PRIOR`, times three learned factors per endpoint. `core.rates` learns these and N,
 `core.predictor` learns `kappa`, `hold` and A.
