@@ -1,11 +1,10 @@
 """The states of a request, what may happen in each, and the one registry of requests.
 
-    collecting → understood → (asking knowledge) → queued → (asked elsewhere) → routed → answering → ended
+    arrived → (queued) → (asked elsewhere) → routed → answering → ended
 
 Rules
-* A request is in exactly one state, and each state has one owner. `RequestArrived` hands the request to `Requests`,
-  which owns the states from `queued` on. The earlier ones are the session's (`gateway.session.SessionState`), and
-  here for the whole picture.
+* A request is in exactly one state. The first begins with `RequestArrived`, and is left in the same call of `handle`.
+  What comes before is the session's (`gateway.session.SessionState`).
 * `TRANSITIONS` lists what may happen in each state and which states may follow. An empty tuple means that the trigger
   is late or a duplicate and changes nothing. A trigger that is not listed for a state is a bug, and raises.
 * A request acquires what `HOLDS` names on entering a state, and releases it on leaving. Nothing else refers to requests
@@ -30,15 +29,13 @@ from fairlead.core.request import Request, Usage
 
 
 class RequestState(IntEnum):
-    COLLECTING = 0
-    UNDERSTOOD = 1
-    ASKING_KNOWLEDGE = 2
-    QUEUED = 3
-    ASKED_ELSEWHERE = 4
-    ROUTED = 5
-    ANSWERING = 6
-    ENDING = 7
-    ENDED = 8
+    ARRIVED = 0
+    QUEUED = 1
+    ASKED_ELSEWHERE = 2
+    ROUTED = 3
+    ANSWERING = 4
+    ENDING = 5
+    ENDED = 6
 
     @property
     def label(self) -> str:
@@ -48,9 +45,6 @@ class RequestState(IntEnum):
 class Trigger(StrEnum):
     """What may happen to a request, other than the events that name it."""
 
-    READ = "body read"
-    REFUSED = "refused"
-    KNOWLEDGE_ASKED = "knowledge asked for"
     DISPATCHED = "endpoint open"
     TIMED_OUT = "deadline"
     DISPLACED = "displaced"
@@ -69,15 +63,9 @@ _ALL_LATE: dict[type | Trigger, tuple[RequestState, ...]] = {
 }  # fmt: skip
 
 TRANSITIONS: dict[RequestState, dict[type | Trigger, tuple[RequestState, ...]]] = {
-    S.COLLECTING: {T.READ: (S.UNDERSTOOD,), T.REFUSED: (S.ENDED,), ev.StreamLost: (S.ENDED,)},
-    S.UNDERSTOOD: {
-        T.KNOWLEDGE_ASKED: (S.ASKING_KNOWLEDGE,),
+    S.ARRIVED: {
         ev.RequestArrived: (S.QUEUED, S.ASKED_ELSEWHERE, S.ROUTED, S.ENDED),
-        ev.StreamLost: (S.ENDED,),
-    },
-    S.ASKING_KNOWLEDGE: {
-        ev.RequestArrived: (S.QUEUED, S.ASKED_ELSEWHERE, S.ROUTED, S.ENDED),
-        ev.StreamLost: (S.ENDED,),
+        ev.StreamLost: (S.ENDED,),  # if a bug in the pipeline stopped the decision
     },
     S.QUEUED: {
         T.DISPATCHED: (S.ASKED_ELSEWHERE, S.ROUTED),
@@ -152,7 +140,7 @@ class RequestEntry(Struct, eq=False):
     request: Request
     #: `RequestArrived.client`: handed back in every instruction about the request, and never looked at.
     client: Any = None
-    state: RequestState = S.UNDERSTOOD
+    state: RequestState = S.ARRIVED
     #: Its place in a queue of flow control.
     waiting: Waiting | None = None
     #: The question to a scheduler in another process, with the reservation held until it is answered.
@@ -181,7 +169,7 @@ class Requests:
 
     def add(self, request: Request, client: Any = None) -> RequestEntry:
         """Register an arrived request. The caller moves or ends it in the same call of `handle`, so the entry is in the
-        state `understood` only while the request is decided."""
+        state `arrived` only while the request is decided."""
         assert request.id not in self._entries, "a request arrives once"
         entry = self._entries[request.id] = RequestEntry(request, client)
         return entry
