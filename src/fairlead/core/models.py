@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
-from fairlead.core.apis import OTHER
+from fairlead.core.apis import CONVERSATIONS, GRPC, GRPC_EMBED, MODELS, OTHER, RENDER, SGLANG, TOKENIZE
 from fairlead.core.instructions import Instruction, Reject
 from fairlead.core.records import DecisionRecord
 from fairlead.core.request import PrefixChain, Request
@@ -161,7 +161,7 @@ class ModelRules(Struct, frozen=True, kw_only=True):
 _SHOWN = 20
 #: Values of `Request.api` whose bodies need not name a model, or cannot. If such a body does name one, the name is
 #: treated like any other.
-_NAMELESS = frozenset(("other", "models", "conversations", "sglang", "grpc", "grpc_embed", "tokenize", "render"))
+_NAMELESS = frozenset((OTHER, MODELS, CONVERSATIONS, SGLANG, GRPC, GRPC_EMBED, TOKENIZE, RENDER))
 
 
 #: OpenAI's machine-readable error code.

@@ -269,6 +269,8 @@ class Policy(Protocol):
     def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer: ...
 
 
+#: (request, fleet, now) → the slots that can serve the request; `None` = all.
+Able = Callable[[Request, FleetView, float], BoolColumn | None]
 #: Stands for an infinite cost, so that sums with it stay finite.
 HIGHEST = 1e100
 

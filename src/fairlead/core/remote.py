@@ -18,9 +18,8 @@ from zlib import crc32
 
 from msgspec import Struct, field
 
-from fairlead.core.columns import BoolColumn
 from fairlead.core.errors import PLUGIN_FAILURES, PluginError, hung, of_plugin
-from fairlead.core.policy import Answer, Context, Policy, choose_or_raise
+from fairlead.core.policy import Able, Answer, Context, Policy, choose_or_raise
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
 
@@ -84,9 +83,6 @@ class Breaker(Struct, eq=False):
         """The request that was tried while half-open ended without success or failure."""
         self._probing = False
 
-
-#: (request, fleet, now) → the slots that can serve the request; `None` = all.
-Able = Callable[[Request, FleetView, float], BoolColumn | None]
 
 #: The reason of a refusal by the scheduler.
 REFUSED = "rejected-by-scheduler"

@@ -55,11 +55,11 @@ from fairlead.core.parking import TIMER as REMOTE_TIMER
 from fairlead.core.parking import Decided, Parking, Question, Reservation
 from fairlead.core.peers import TIMER as PEERS_TIMER
 from fairlead.core.peers import Peers
-from fairlead.core.policy import Answer, Context, Picked, Policy, Refused, choice_of, own
+from fairlead.core.policy import Able, Answer, Context, Picked, Policy, Refused, choice_of, own
 from fairlead.core.profile import Profile, in_order, runner_up
 from fairlead.core.queues import Queues
 from fairlead.core.records import DecisionRecord, OutcomeRecord, Snapshot
-from fairlead.core.remote import Able, RemotePolicy
+from fairlead.core.remote import RemotePolicy
 from fairlead.core.reports import SharedFleet
 from fairlead.core.request import Request, Usage
 from fairlead.core.requests import OF_REQUEST, TRANSITIONS, RequestEntry, Requests, RequestState, Trigger
@@ -390,7 +390,7 @@ class Pipeline:
     def _after_question(self, entry: RequestEntry, sent: list[Instruction], asked_ms: float) -> list[Instruction]:
         """Note the time of the question in the lease and in the record: the model servers did not take it."""
         if entry.lease is not None:
-            entry.lease.sent_after(asked_ms)
+            entry.lease.queued_ms = asked_ms
         return [structs.replace(i, asked_ms=asked_ms) if isinstance(i, DecisionRecord) else i for i in sent]
 
     def _unasked(self, question: Question) -> RequestEntry:
@@ -482,7 +482,7 @@ class Pipeline:
         if flow is not None and flow.flow.only is None and entry.charge is None:
             entry.charge = flow.flow.sent(request, slot, lease.computed, expected, fleet, now)
         self.requests.move(entry, trigger, S.ROUTED)
-        fallback_slot = pick.fallback_slot
+        fallback_slot = pick.fallback_slot  # `runner_up` returns it too: this saves the call
         if fallback_slot < 0 or fallback_slot == slot or prefill is not None:
             fallback_slot = runner_up(pick, fleet.table)
         fallback = endpoints[fallback_slot] if fallback_slot >= 0 else None

@@ -27,15 +27,13 @@ from fairlead.core.errors import PLUGIN_FAILURES, described
 from fairlead.core.events import Outcome, RemotePick
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Instruction, JudgeShadows
-from fairlead.core.policy import Context, Cycle, Picked, Policy, Refused, choose_or_raise
+from fairlead.core.policy import Able, Context, Cycle, Picked, Policy, Refused, choose_or_raise
 from fairlead.core.records import ShadowCase, ShadowRecord, ShadowVerdict, Snapshot
 from fairlead.core.request import NO_PREFIX, Request
 from fairlead.core.snapshot import Restored, Snapshots
 
 #: The reference cost by slot, in milliseconds of all requests together. Choices are compared by it.
 Reference = Callable[[Request, Fleet, Cycle], FloatColumn]
-#: The slots that can serve the request; `None` = all.
-Able = Callable[[Request, Fleet, float], BoolColumn | None]
 _MAX_ERROR = 200
 
 

@@ -49,6 +49,7 @@ from random import Random
 from msgspec.structs import replace
 
 from fairlead.apis.splice import splice_model
+from fairlead.core.apis import OTHER
 from fairlead.core.errors import ClientError, ProtocolError
 from fairlead.core.events import FirstTokenSeen, RequestArrived, RequestMoved, ResponseBegan, StreamLost, UsageReported
 from fairlead.core.headers import ACCESS_LOG_METADATA, REQUEST_ID, RESIZABLE_METADATA, WHOLE_BODY_METADATA
@@ -498,7 +499,7 @@ class Session:
         if not host.pulse.sure_from <= request.arrived <= host.pulse.sure_until:
             return False
         if leave is _UNSTREAMED:
-            if request.stream or request.api == "other":
+            if request.stream or request.api == OTHER:
                 return False
             self._followed = host.inspect(request, False)
             return not self._followed
