@@ -290,8 +290,9 @@ class PluginReader(Struct, eq=False):
             if settings.priority in bands:
                 self.report.add((*place, i, "priority"), f"the band of priority {settings.priority} is there already")
             bands[settings.priority] = BandSpec(settings=settings, **plugins)
-        if sum(band.settings.share for band in bands.values()) > 1.0:
-            self.report.add(place, "the shares of all bands must be at most 1 together")
+        total = sum(band.settings.share for band in bands.values())
+        if total > 1.0:
+            self.report.add(place, f"the shares of all bands must be at most 1 together, not {total:g}")
         return tuple(bands.values())
 
 

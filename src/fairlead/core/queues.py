@@ -519,7 +519,7 @@ class Shares:
     def __init__(self, of: Mapping[int, float]) -> None:
         self._of = {priority: share for priority, share in of.items() if share > 0.0}
         if any(not 0.0 <= share <= 1.0 for share in of.values()) or sum(of.values()) > 1.0:
-            raise ValueError("the bands' shares must be at most 1 together")
+            raise ValueError(f"the bands' shares must be at least 0, and at most 1 together: {dict(of)}")
         #: Priority → milliseconds of work that the band is owed.
         self.owed = dict.fromkeys(self._of, 0.0)
 

@@ -196,7 +196,11 @@ class Driver:
 
     def _failed(self, instruction: Instruction) -> None:
         name = "Record" if isinstance(instruction, Record) else type(instruction).__name__
-        log.exception("an instruction could not be carried out: %s", name)
+        about = instruction.reject if isinstance(instruction, Evict) else instruction
+        then = "the others are carried out"
+        if isinstance(about, Route | Reject | Hold):
+            then = f"request {about.request_id} is ended"
+        log.exception("an instruction could not be carried out: %s; %s", name, then)
         try:
             self._observer.on_failure(name)
         except Exception:

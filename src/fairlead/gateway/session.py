@@ -426,7 +426,9 @@ class Session:
         if route.target:
             messages = self._rewritten(route, fallback, trace, retry)
             if not messages:
-                error = ClientError("the model's name cannot be replaced in this body", 400, "model")
+                place = "a JSON object or a multipart/form-data form"
+                text = f"the servers of this model use another name, which can only be written into {place}"
+                error = ClientError(text, 400, "model")
                 self._fail(error, host.answers.lease(request.id))
                 host.feed(StreamLost(request.id))
                 return

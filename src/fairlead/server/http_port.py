@@ -71,7 +71,7 @@ class Tokens:
         if required:
             self._look()
             if not self._known:
-                raise ConfigError(f"{file} holds no token", "$.admin.tokenFile")
+                raise ConfigError(f"{file} holds no token; write one token per line", "$.admin.tokenFile")
 
     def accept(self, authorization: str) -> bool:
         """Whether this `Authorization` header has one of the tokens, as bearer token or as password."""
@@ -95,7 +95,7 @@ class Tokens:
             self._look()
         except ConfigError as error:
             return f"{error.message}; {'the admin tokens read before stay valid' if self._known else 'nobody gets in'}"
-        return "" if self._known else f"{self._file} holds no token: nobody gets in"
+        return "" if self._known else f"{self._file} holds no token: nobody gets in until it has one per line"
 
     def _look(self) -> None:
         try:

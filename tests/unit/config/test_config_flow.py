@@ -219,7 +219,10 @@ def test_bands_and_flows_have_their_own_rules():
         ("{bands: [3]}", "expected a mapping"),
         ("{bands: [{ttl: 3s}]}", "'priority' is missing"),
         ("{bands: [{priority: 1}, {priority: 1}]}", "is there already"),
-        ("{bands: [{priority: 1, share: 0.7}, {priority: 2, share: 0.7}]}", "at most 1 together"),
+        (
+            "{bands: [{priority: 1, share: 0.7}, {priority: 2, share: 0.7}]}",
+            "$.flowControl.bands the shares of all bands must be at most 1 together, not 1.4",
+        ),
         ("{bands: [{priority: 1, saturation: {type: x}}]}", "unknown field"),
         ("{flows: [{weight: 0.5}]}", ">= 1"),
         ("{ceiling: {type: priority-holdback-policy}}", "minCeiling"),

@@ -142,7 +142,9 @@ KINDS: list[tuple[Instruction, list[int]]] = [
 
 @pytest.mark.failing_instructions
 @pytest.mark.parametrize(("failing", "lost"), KINDS, ids=lambda value: type(value).__name__)
-def test_whatever_fails_the_rest_is_carried_out_and_its_request_ends(failing: Instruction, lost: list[int]) -> None:
+def test_whatever_fails_the_rest_is_carried_out_and_its_request_ends(
+    failing: Instruction, lost: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("broken")
 
@@ -156,6 +158,7 @@ def test_whatever_fails_the_rest_is_carried_out_and_its_request_ends(failing: In
     driver.feed(ev.StopAsked())
     assert well.heard == ["route"]
     assert observer.failed == [type(failing).__name__]
+    assert ("request 1 is ended" if lost else "the others are carried out") in caplog.text
     assert pipeline.events[1:] == [ev.StreamLost(number) for number in lost]
     clock.advance(2.0)
     assert pipeline.events[-1] == ev.TimerFired("u")

@@ -232,7 +232,8 @@ def test_a_body_without_a_place_for_the_name(pb: ModuleType, monkeypatch: pytest
     rig.ask()
     answer = rig.answers()[-1]
     assert answer.immediate_response.status.code == 400
-    assert json.loads(answer.immediate_response.body)["error"]["param"] == "model"
+    error = json.loads(answer.immediate_response.body)["error"]
+    assert error["param"] == "model" and "multipart/form-data" in error["message"]
     assert decision_of(answer) == 1
     for callback, arguments in rig.clock.due:
         callback(*arguments)

@@ -122,7 +122,7 @@ async def test_a_token(tmp_path: Path) -> None:
     assert access.problem() == f"cannot read {file}: No such file or directory; the admin tokens read before stay valid"
     file.write_text("\n")  # all are revoked
     assert [await ask(admin.port, "/metrics", Authorization=f"Bearer {t}") for t in ("", "third")] == [401, 401]
-    assert access.problem() == f"{file} holds no token: nobody gets in"
+    assert access.problem() == f"{file} holds no token: nobody gets in until it has one per line"
     await admin.close()
 
 

@@ -238,7 +238,7 @@ class Shelved:
 
 def _read(index: KvIndex, content: bytes) -> list[_ShelfPart]:
     if not content.startswith(_MAGICS):
-        raise ValueError("no snapshot of a KV index, or one of another version")
+        raise ValueError("it is no snapshot of a KV index, or one of another version of Fairlead")
     start = len(_MAGICS[0]) + 8
     packed = memoryview(content)[start:]  # a copy would take as long as decoding
     if xxh3_64_digest(packed) != content[start - 8 : start]:

@@ -83,6 +83,7 @@ def new_key(tenant: str, expires: str = "") -> tuple[str, Key]:
 def parse_keys(text: str) -> tuple[Key, ...]:
     """Parse a keys file. Raises `ConfigError` that names the line but never its content, which may be a key."""
     keys: dict[str, Key] = {}
+    lines: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
@@ -90,10 +91,12 @@ def parse_keys(text: str) -> tuple[Key, ...]:
         try:
             key = _parse(words)
             if key.digest in keys:
-                raise ConfigError("this key is listed twice")
+                raise ConfigError(
+                    f"this key is listed twice, first in line {lines[key.digest]}; remove one of the lines"
+                )
         except ConfigError as error:
             raise ConfigError(f"line {number}: {error.message}", "$.gateway.keys.file") from None
-        keys[key.digest] = key
+        keys[key.digest], lines[key.digest] = key, number
     return tuple(keys.values())
 
 

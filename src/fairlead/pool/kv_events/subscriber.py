@@ -40,8 +40,9 @@ _REFUSED_BY: dict[int, str] = {
 }
 #: Why a publisher that connects is not heard. Others that end the handshake may be no publishers.
 _REFUSED: dict[int, str] = {
-    AUTH: "its public key is not in kvEvents.curve.clientsFile",
-    PROTOCOL: "only one side uses CURVE, or its curve_serverkey is not our public key",
+    AUTH: "its public key is not in kvEvents.curve.clientsFile: add those of the endpoints whose events are missing",
+    PROTOCOL: "only one side uses CURVE, or its curve_serverkey is not our public key: correct either at the endpoints "
+    "whose events are missing",
 }
 
 

@@ -69,7 +69,7 @@ class Keeper(Struct, eq=False):
         except FileNotFoundError:
             return None
         except OSError as error:
-            _unusable(f"{self._path}: {error.strerror or error}")
+            _unusable(f"{self._path}: {error.strerror or error}", "the index begins empty")
             return None
 
     def start(self) -> None:
@@ -306,7 +306,7 @@ class KvListening(Knowledge):
         now = self._loop.time()
         if now > self._turned_away.get(reason, -inf) + _SAY_AGAIN:
             self._turned_away[reason] = now
-            log.warning("a publisher of KV events could not connect", reason=reason)
+            log.warning("a publisher of KV events could not connect", bind=self._settings.bind, reason=reason)
 
     async def _source(self, endpoint: Endpoint, slot: int) -> KvSource | None:
         settings = self._settings
@@ -416,7 +416,7 @@ class KvListening(Knowledge):
         try:
             self._shelved = Shelved(self.exact.index, content)
         except ValueError as error:
-            _unusable(str(error))
+            _unusable(str(error), "the index begins empty, and the next save replaces the file")
 
     def unheard(self) -> str:
         """Why KV events of endpoints cannot be received; empty = handshakes with their publishers succeed."""
@@ -442,5 +442,5 @@ def _host(endpoint: Endpoint) -> str:
     return endpoint.address.rpartition(":")[0]
 
 
-def _unusable(reason: str) -> None:
-    log.warning("cannot use the snapshot of the KV index", reason=reason)
+def _unusable(reason: str, then: str) -> None:
+    log.warning(f"cannot use the snapshot of the KV index; {then}", reason=reason)

@@ -131,7 +131,9 @@ class Watch:
         if record.overloaded or not record.endpoint:
             self.count()
             if record.overloaded:
-                log.warning("all endpoints are overloaded; more replicas are needed")
+                log.warning(
+                    "all endpoints are over the limits of load filters; add replicas, or raise limits that are too low"
+                )
             elif record.status not in (400, 404):  # these are errors of the client
                 request = record.request
                 whose = {"tenant": request.fairness_id, "model": request.model, "request_id": request.external_id}
@@ -308,7 +310,8 @@ class Watch:
     def on_page(self, endpoint_id: str, lacks: Sequence[str]) -> None:
         """Log that the series which an endpoint's metrics page lacks have changed; empty = it lacks none any more."""
         if lacks:
-            log.warning("a metrics page is missing series", endpoint=endpoint_id, problems="; ".join(lacks))
+            then = "decisions do without them; if the engine has other names for them, set these under metrics.engines"
+            log.warning(f"a metrics page is missing series: {then}", endpoint=endpoint_id, problems="; ".join(lacks))
         else:
             log.info("a metrics page is complete again", endpoint=endpoint_id)
 
@@ -368,7 +371,8 @@ class Watch:
 
     def on_protocol_error(self, reason: str) -> None:
         self.metrics.families.protocol_errors.child().inc()
-        log.warning("ended a stream of the gateway, which breaks the ext_proc protocol", reason=reason)
+        remedy = "compare the processing_mode of its ext_proc filter with docs/gateway.md"
+        log.warning(f"ended a stream of the gateway, which breaks the ext_proc protocol; {remedy}", reason=reason)
 
     def on_failure(self, instruction: str) -> None:
         """Count an instruction of the pipeline that could not be carried out. The caller logs why."""

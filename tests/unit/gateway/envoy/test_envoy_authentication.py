@@ -41,7 +41,7 @@ def test_a_new_key_is_what_its_line_says() -> None:
         (f"{DIGEST} a {SECRET}", "expires="),
         (f"{DIGEST} a expires={SECRET}", "expires="),
         (f"{DIGEST} a expires=0001-01-01", "expires="),
-        (f"{DIGEST} a\n{DIGEST} b", "twice"),
+        (f"{DIGEST} a\n{DIGEST} b", "twice, first in line 2"),
     ],
 )
 def test_a_mistake_is_named_by_its_line_and_never_quoted(line: str, said: str, tmp_path: Path) -> None:
