@@ -67,7 +67,7 @@ class Waiting(Struct, eq=False):
     charge: Any = None
     #: Why it was not sent in the last pass that sent no request although an endpoint was open.
     kept_by: str = ""
-    #: The counts of `Tally` when it was queued.
+    #: The counts of `WaitReasons` when it was queued.
     counted: tuple[float, float, int] = (0.0, 0.0, 0)
 
     @property

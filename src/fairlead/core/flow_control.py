@@ -114,7 +114,7 @@ def _unhindered(request: Request) -> bool:
     return request.api in WITHOUT_MODEL or (request.api == OTHER and request.unread == "empty")
 
 
-class Tally:
+class WaitReasons:
     """Counts why requests wait: the seconds in which no endpoint was open, the seconds in which one was, and the
     requests sent. A waiting request notes the three sums when it is queued; their growth explains its wait."""
 
@@ -204,7 +204,7 @@ class FlowControl:
         self._unjudged: dict[str, Waiting] = {}
         #: The last `expire` or `stop` may have left requests that must be refused too.
         self._left = False
-        self.tally = Tally()
+        self.tally = WaitReasons()
         #: The last pass that dispatched nothing: the open slots, the number of the newest request, the table's version.
         self._in_vain: BoolColumn | None = None
         self._newest = (0, 0)

@@ -106,7 +106,7 @@ class InferenceModelRewrite(Struct, frozen=True, kw_only=True):
 
 
 #: An object of any of the three kinds.
-Noun = InferenceModel | InferenceObjective | InferenceModelRewrite
+ModelDefinition = InferenceModel | InferenceObjective | InferenceModelRewrite
 
 
 class ModelSet(Struct, frozen=True):
@@ -120,7 +120,7 @@ class ModelSet(Struct, frozen=True):
         """Return the objects of the namespace that apply to the pool. An empty name matches all."""
         return self.where(lambda item: item.origin.is_for(pool, namespace))
 
-    def where(self, kept: Callable[[Noun], bool]) -> "ModelSet":
+    def where(self, kept: Callable[[ModelDefinition], bool]) -> "ModelSet":
         kinds = self.models, self.objectives, self.rewrites
         return ModelSet(*(tuple(filter(kept, items)) for items in kinds))  # type: ignore[arg-type]
 

@@ -373,14 +373,14 @@ class AccessLogs:
 
     def lost(self) -> None:
         """A log's connection broke. If its gateway died, the connections of its requests have ended too."""
-        self._driver.later(GRACE, self._bury)
+        self._driver.later(GRACE, self._end_disconnected)
 
     def end(self) -> None:
         """End all open logs at shutdown: gateways never end them."""
         for log in list(self._open):
             log.on_half_close()
 
-    def _bury(self) -> None:
+    def _end_disconnected(self) -> None:
         routed = [entry for entry in self._driver.pipeline.requests if entry.lease is not None]
         for entry in routed:
             if entry.client is not None and not entry.client.connected():
@@ -397,7 +397,7 @@ class AccessLogs:
 HANG = 1.0
 
 
-class Pulse:
+class HangDetector:
     """Tells whether this process hung a moment ago.
 
     After a hang, the sockets still hold requests that the gateway has given up, each followed by its reset. A session

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from fairlead.core.events import Event
 from fairlead.core.request import Request
-from fairlead.gateway.access_log import AccessLogs, Pulse
+from fairlead.gateway.access_log import AccessLogs, HangDetector
 from fairlead.gateway.answers import Answers, Served, no_names
 from fairlead.gateway.driver import Driver, Incidents
 from fairlead.gateway.ext_proc import BodyMode, Modes
@@ -139,7 +139,7 @@ class Host:
         #: For conformance tests of gateways: responses name the endpoint that served.
         self.tells_served = tells_served
         self.logs = AccessLogs(driver, answers, incidents, feed=feed)
-        self.pulse = Pulse(now)
+        self.pulse = HangDetector(now)
 
     def keep_bodies_up_to(self, max_body: int) -> None:
         """Set another limit, which applies from the next message on."""

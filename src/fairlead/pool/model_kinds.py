@@ -34,8 +34,8 @@ from fairlead.core.models import (
     InferenceModelRewrite,
     InferenceObjective,
     Latency,
+    ModelDefinition,
     ModelSet,
-    Noun,
     Origin,
     RewriteRule,
     Target,
@@ -119,7 +119,9 @@ class RewriteSpec(Section):
     rules: tuple[Rule, ...]
 
 
-def read_object(value: object, report: Report, place: Place = (), kind: str = "", version: str = "") -> Noun | None:
+def read_object(
+    value: object, report: Report, place: Place = (), kind: str = "", version: str = ""
+) -> ModelDefinition | None:
     """Read an object from a file or an API server. `kind` and `version`: defaults for items of a list, which omit them.
 
     Returns `None` if the object is wrong or of another kind; the report has the reason.
@@ -249,19 +251,19 @@ def _of_pools(origin: Origin, refs: list[PoolRef], place: Place, report: Report)
     return replace(origin, pools=tuple(ref.name for ref in refs))
 
 
-_KINDS: dict[str, tuple[type[Section], Callable[..., Noun]]] = {
+_KINDS: dict[str, tuple[type[Section], Callable[..., ModelDefinition]]] = {
     "InferenceModel": (ModelSpec, _model),
     "InferenceObjective": (ObjectiveSpec, _objective),
     "InferenceModelRewrite": (RewriteSpec, _rewrite),
 }
 
 
-def _model_set(nouns: Iterable[Noun]) -> ModelSet:
-    given = list(nouns)
+def _model_set(definitions: Iterable[ModelDefinition]) -> ModelSet:
+    given = list(definitions)
     return ModelSet(
-        tuple(noun for noun in given if isinstance(noun, InferenceModel)),
-        tuple(noun for noun in given if isinstance(noun, InferenceObjective)),
-        tuple(noun for noun in given if isinstance(noun, InferenceModelRewrite)),
+        tuple(definition for definition in given if isinstance(definition, InferenceModel)),
+        tuple(definition for definition in given if isinstance(definition, InferenceObjective)),
+        tuple(definition for definition in given if isinstance(definition, InferenceModelRewrite)),
     )
 
 
@@ -314,14 +316,14 @@ def _documents(text: bytes) -> Iterator[tuple[int, bytes]]:
 
 class _Reader:
     def __init__(self) -> None:
-        self._nouns: dict[tuple[str, str], tuple[str, Noun]] = {}
+        self._definitions: dict[tuple[str, str], tuple[str, ModelDefinition]] = {}
         self._problems: list[Problem] = []
         self._notes: list[Problem] = []
         self._values = 0
         self._objects = 0
 
     def manifests(self) -> Manifests:
-        models = _model_set(noun for _, noun in self._nouns.values())
+        models = _model_set(definition for _, definition in self._definitions.values())
         return Manifests(models, tuple(self._problems), tuple(self._notes))
 
     def document(self, text: bytes, offset: int) -> bool:
@@ -357,20 +359,20 @@ class _Reader:
         if self._objects > MAX_OBJECTS:
             report.add(place, f"more than {MAX_OBJECTS} objects in one file")
             return
-        noun = read_object(value, report, place, kind, version)
-        if noun is not None and isinstance(value, dict):
-            self._keep(noun, str(value.get("apiVersion", version)).partition("/")[0], place, report)
+        definition = read_object(value, report, place, kind, version)
+        if definition is not None and isinstance(value, dict):
+            self._keep(definition, str(value.get("apiVersion", version)).partition("/")[0], place, report)
 
-    def _keep(self, noun: Noun, group: str, place: Place, report: Report) -> None:
+    def _keep(self, definition: ModelDefinition, group: str, place: Place, report: Report) -> None:
         """Keep an object. If it is given in both groups, the newer group counts, as when both CRDs are installed."""
-        key = type(noun).__name__, str(noun.origin)
-        former = self._nouns.get(key)
+        key = type(definition).__name__, str(definition.origin)
+        former = self._definitions.get(key)
         if former is not None and former[0] == group:
             report.add(place, f"{key[0]} {shorten(key[1])} is given twice")
         elif former is not None:
             report.note(place, f"{key[0]} {shorten(key[1])} is given in both groups; {GROUP} counts")
         if former is None or group == GROUP:
-            self._nouns[key] = group, noun
+            self._definitions[key] = group, definition
 
 
 def _count(value: object) -> int:
@@ -385,25 +387,25 @@ _SHOWN = 5
 
 
 class ModelObject(Struct, frozen=True):
-    """An object of an API server. `item` has what is needed to write its status. `noun` is `None` if it is unusable."""
+    """An object of an API server. `item`: for writing its status. `definition`: `None` if it is unusable."""
 
     kind: str
     item: dict[str, Any]
-    noun: Noun | None
+    definition: ModelDefinition | None
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def pools(self) -> Sequence[str]:
         """The pools that it names; empty = it may be for any."""
-        pools: Sequence[str] = self.item["spec"]["pools"] if self.noun is None else self.noun.origin.pools
+        pools: Sequence[str] = self.item["spec"]["pools"] if self.definition is None else self.definition.origin.pools
         return pools
 
 
 def read_model_object(value: Mapping[str, Any], kind: str, version: str) -> ModelObject:
     """Read an object of an API server. `version`: `group/version`. Never raises."""
     report = Report(lambda place: 0)
-    noun = read_object(dict(value), report, (), kind, version)
+    definition = read_object(dict(value), report, (), kind, version)
     report.close()
     metadata = value.get("metadata")
     metadata = metadata if isinstance(metadata, dict) else {}
@@ -415,13 +417,15 @@ def read_model_object(value: Mapping[str, Any], kind: str, version: str) -> Mode
         "status": {"conditions": accepted_conditions(value)},
     }
     problems = tuple(str(problem) for problem in report.problems[:_SHOWN])
-    return ModelObject(kind, item, noun, problems, tuple(str(note) for note in report.notes[:_SHOWN]))
+    return ModelObject(kind, item, definition, problems, tuple(str(note) for note in report.notes[:_SHOWN]))
 
 
 def model_set(objects: Mapping[str, Mapping[str, ModelObject]], pool: str, namespace: str) -> ModelSet:
     """The definitions for a pool, from objects by plural and key."""
-    nouns = (item.noun for table in objects.values() for item in table.values() if item.noun is not None)
-    return _model_set(nouns).of_pool(pool, namespace)
+    definitions = (
+        item.definition for table in objects.values() for item in table.values() if item.definition is not None
+    )
+    return _model_set(definitions).of_pool(pool, namespace)
 
 
 def conditions(
@@ -432,19 +436,19 @@ def conditions(
     result: dict[tuple[str, str], Condition] = {}
     for plural, table in objects.items():
         for key, item in table.items():
-            if item.noun is not None and not item.noun.origin.is_for(pool, namespace):
+            if item.definition is not None and not item.definition.origin.is_for(pool, namespace):
                 continue
-            if item.noun is None and pool not in item.pools:
+            if item.definition is None and pool not in item.pools:
                 continue
             result[plural, key] = _condition(item, owners.get(key) if plural == "inferencemodels" else None)
     return result
 
 
 def _condition(item: ModelObject, owner: str | None) -> Condition:
-    if item.noun is None:
+    if item.definition is None:
         return Condition(False, "Invalid", "; ".join(item.problems))
-    if owner is not None and isinstance(item.noun, InferenceModel):
-        message = f"modelName {item.noun.model} is taken by the older InferenceModel {owner}"
+    if owner is not None and isinstance(item.definition, InferenceModel):
+        message = f"modelName {item.definition.model} is taken by the older InferenceModel {owner}"
         return Condition(False, "ModelNameInUse", message)
     return Condition(True, ACCEPTED, "; ".join(("in use", *item.notes)))
 

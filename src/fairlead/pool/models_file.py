@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from fairlead.config.problems import Problem
 from fairlead.config.schema import Models
 from fairlead.core.errors import ConfigError
-from fairlead.core.models import InferenceModel, Latency, ModelSet, Noun, Origin, Target
+from fairlead.core.models import InferenceModel, Latency, ModelDefinition, ModelSet, Origin, Target
 from fairlead.pool.model_kinds import Manifests, read_manifests
 from fairlead.pool.watched_files import WatchedFiles, read_regular
 
@@ -114,10 +114,10 @@ class ModelsFile:
     def _joined(self) -> ModelSet:
         owners: dict[tuple[type, str], str] = {}
 
-        def first(name: str, noun: Noun) -> bool:
-            owner = owners.setdefault((type(noun), str(noun.origin)), name)
+        def first(name: str, definition: ModelDefinition) -> bool:
+            owner = owners.setdefault((type(definition), str(definition.origin)), name)
             if owner != name:
-                message = f"{type(noun).__name__} {noun.origin} stands in {owner} too, which counts"
+                message = f"{type(definition).__name__} {definition.origin} stands in {owner} too, which counts"
                 self._report(name, Problem("", 0, message, warning=True))
             return owner == name
 

@@ -146,5 +146,5 @@ def test_only_what_is_needed_is_kept() -> None:
 )
 def test_odd_objects_are_told_not_raised(value: dict[str, Any]) -> None:
     one = read_model_object(value, "InferenceModel", X)
-    assert one.noun is None
+    assert one.definition is None
     assert one.problems

@@ -38,13 +38,13 @@ class _Entry(Struct):
     outcome: OutcomeRecord | None = None
 
 
-class Journal:
+class RecentDecisions:
     """Keeps the newest decisions, with their outcomes."""
 
     def __init__(self, size: int = 1000, max_cells: int = 200_000) -> None:
         """Raises `ValueError` unless both are positive."""
         if size < 1 or max_cells < 1:
-            raise ValueError("a journal needs room for at least one decision and one cell")
+            raise ValueError("recent decisions need room for at least one decision and one cell")
         self._entries: deque[_Entry] = deque()
         self._by_id: dict[int, _Entry] = {}
         self._size = size

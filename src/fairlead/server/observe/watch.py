@@ -17,7 +17,7 @@ from fairlead.core.request import Request
 from fairlead.core.stalls import LEVELS, level_name
 from fairlead.pool.scrape import TOLD_AFTER, ScrapeStats
 from fairlead.server.observe.component_metrics import ChooserMetrics, KubeMetrics, ShadowMetrics, UploadMetrics
-from fairlead.server.observe.decisions import DecisionId, Journal, explained
+from fairlead.server.observe.decisions import DecisionId, RecentDecisions, explained
 from fairlead.server.observe.fleet_gauges import EndpointStatus, FleetStatus
 from fairlead.server.observe.flow_metrics import FlowMetrics
 from fairlead.server.observe.log import get
@@ -79,7 +79,7 @@ class Watch:
         one_of_several: bool = False,
     ) -> None:
         self.fleet, self._counts_log, self._now = fleet, counts_log, now
-        self.journal = Journal()
+        self.journal = RecentDecisions()
         self._listed = served
         self.metrics = SchedulerMetrics(
             now,

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord, Trace
 from fairlead.core.request import Request
-from fairlead.server.observe.decisions import Journal, prediction
+from fairlead.server.observe.decisions import RecentDecisions, prediction
 
 
 def decision(number: int = 1, trace: Trace | None = None, **fields: Any) -> DecisionRecord:
@@ -38,7 +38,7 @@ def trace(endpoints: int = 3) -> Trace:
 
 
 def test_a_decision_with_its_outcome() -> None:
-    journal = Journal()
+    journal = RecentDecisions()
     journal.on_decisions([decision(trace=trace(), hit_tokens=40, best_hit_tokens=64)])
     journal.on_outcomes([outcome(ttft_ms=55.0, cached_tokens=32)])
     (shown,) = list(journal.each(10))
@@ -100,14 +100,14 @@ def test_time_per_token_is_measured_of_streams_only(stream: bool, tpot_ms: float
 
 
 def test_who_computed_the_prompt_is_shown_and_no_forecast_where_there_is_none() -> None:
-    journal, made = Journal(), decision(forecast=Forecast(), prefill="p")
+    journal, made = RecentDecisions(), decision(forecast=Forecast(), prefill="p")
     journal.on_decisions([made])
     (shown,) = list(journal.each(1))
     assert (shown["prefill_endpoint"], shown["forecast"], prediction(made, outcome())) == ("p", None, None)
 
 
 def test_the_newest_come_first() -> None:
-    journal = Journal(size=3)
+    journal = RecentDecisions(size=3)
     for number in range(1, 6):
         journal.on_decisions([decision(number)])
     assert [shown["request_id"] for shown in list(journal.each(10))] == [5, 4, 3]
@@ -116,7 +116,7 @@ def test_the_newest_come_first() -> None:
 
 
 def test_a_refused_request() -> None:
-    journal = Journal()
+    journal = RecentDecisions()
     journal.on_decisions([decision(endpoint="", address="", outcome="rejected-no-endpoints", status=503)])
     (shown,) = list(journal.each(1))
     assert (shown["endpoint"], shown["outcome"], shown["status"], shown["trace"], shown["result"]) == (
@@ -129,7 +129,7 @@ def test_a_refused_request() -> None:
 
 
 def test_cells_are_bounded() -> None:
-    journal = Journal(size=1000, max_cells=4000)
+    journal = RecentDecisions(size=1000, max_cells=4000)
     for number in range(100):
         journal.on_decisions([decision(number, trace(100))])
         assert journal.cells <= 4000
@@ -142,7 +142,7 @@ def test_cells_are_bounded() -> None:
 
 
 def test_an_outcome_without_its_decision_is_ignored() -> None:
-    journal = Journal(size=2)
+    journal = RecentDecisions(size=2)
     for number in range(5):
         journal.on_decisions([decision(number)])
     journal.on_outcomes([outcome(0)])
@@ -152,7 +152,7 @@ def test_an_outcome_without_its_decision_is_ignored() -> None:
 
 
 def test_only_the_first_outcome_counts() -> None:
-    journal = Journal()
+    journal = RecentDecisions()
     journal.on_decisions([decision()])
     journal.on_outcomes([outcome(status=200)])
     journal.on_outcomes([outcome(status=500)])
@@ -161,7 +161,7 @@ def test_only_the_first_outcome_counts() -> None:
 
 
 def test_a_second_decision_about_a_request() -> None:
-    journal = Journal(size=2)
+    journal = RecentDecisions(size=2)
     journal.on_decisions([decision(1, endpoint="a")])
     journal.on_decisions([decision(1, endpoint="b")])
     journal.on_decisions([decision(2)])
@@ -170,7 +170,7 @@ def test_a_second_decision_about_a_request() -> None:
 
 
 def test_many_candidates_are_cut_but_never_the_chosen_one() -> None:
-    journal = Journal()
+    journal = RecentDecisions()
     journal.on_decisions([decision(trace=trace(500))])
     shown = next(journal.each(1, max_shown=4))["trace"]
     assert shown["left_out"] == 496
@@ -178,7 +178,7 @@ def test_many_candidates_are_cut_but_never_the_chosen_one() -> None:
 
 
 def test_endpoints_that_are_gone_are_no_candidates() -> None:
-    journal = Journal()
+    journal = RecentDecisions()
     journal.on_decisions([decision(endpoint="", trace=replace(trace(), endpoints=("", "b", "")))])
     shown = next(journal.each(1))["trace"]
     assert [(one["endpoint"], one["chosen"]) for one in shown["candidates"]] == [("b", False)]
@@ -186,7 +186,7 @@ def test_endpoints_that_are_gone_are_no_candidates() -> None:
 
 
 def test_columns_that_are_missing_or_do_not_fit() -> None:
-    journal = Journal()
+    journal = RecentDecisions()
     odd = Trace(endpoints=("a", "b"), filters=[("f", np.array([True]))], scorers=[("s", 1.0, None)], total=None)
     journal.on_decisions([decision(trace=odd)])
     candidates = next(journal.each(1))["trace"]["candidates"]
@@ -197,4 +197,4 @@ def test_columns_that_are_missing_or_do_not_fit() -> None:
 
 def test_it_needs_room() -> None:
     with pytest.raises(ValueError, match="room"):
-        Journal(size=0)
+        RecentDecisions(size=0)
