@@ -104,6 +104,9 @@ class Lease(Struct, eq=False, gc=False):
             return self.charged_at
         return inf if part.held else max(self.charged_at, part.first_token_at)
 
+    def sent_after(self, queued_ms: float) -> None:
+        self.queued_ms = queued_ms
+
     def ttft_ms(self, first_byte_ms: float) -> float:
         """Until the first token of a stream, whose first byte came `first_byte_ms` after the request; -1 = not known.
         Streams of the Responses API begin before their first token."""

@@ -344,7 +344,7 @@ class Pipeline:
     def _after_question(self, entry: RequestEntry, sent: list[Instruction], asked_ms: float) -> list[Instruction]:
         """Note the time of the question in the lease and in the record: the model servers did not take it."""
         if entry.lease is not None:
-            entry.lease.queued_ms = asked_ms
+            entry.lease.sent_after(asked_ms)
         return [structs.replace(i, asked_ms=asked_ms) if isinstance(i, DecisionRecord) else i for i in sent]
 
     def _unasked(self, question: Question) -> RequestEntry:

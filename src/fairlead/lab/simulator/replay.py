@@ -197,7 +197,7 @@ class Player:
         """Note how long the request waited before this decision: it arrived here only now."""
         entry = self.pipeline.requests.get(choice.request_id)
         if entry is not None and entry.lease is not None:
-            entry.lease.queued_ms = choice.queued_ms + choice.asked_ms
+            entry.lease.sent_after(choice.queued_ms + choice.asked_ms)
 
     def _heed(self, scheduling: Any) -> None:
         """Note what takes part in the decisions from here on without being recorded."""

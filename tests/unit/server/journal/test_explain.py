@@ -24,7 +24,7 @@ from fairlead.lab.simulator.replay import replay
 from fairlead.plugins.policies.by_load import LeastRequests
 from fairlead.server.journal.blocks import MAGIC, block
 from fairlead.server.journal.records import DECIDED, ENDED, SEGMENT, Decided, Ended, Segment, encode, joined
-from fairlead.server.observe.decisions import Journal, explained
+from fairlead.server.observe.decisions import RecentDecisions, explained
 from fairlead.testing import builders
 
 PROFILE = "scorers: [{type: prefix-aware, weight: 3}, {type: queue, weight: 1}, {type: kv-utilization, weight: 2}]"
@@ -198,7 +198,7 @@ def test_who_cost_less_and_has_less_free_cache_is_named(crowded: list[DecisionRe
 
 
 def test_the_page_of_one_decision(recorded: Any) -> None:
-    journal = Journal(size=1000)
+    journal = RecentDecisions(size=1000)
     for one in recorded.decisions:
         (journal.on_decisions if isinstance(one, DecisionRecord) else journal.on_outcomes)([one])
     record = records(recorded)[-1]
