@@ -408,12 +408,12 @@ def read_model_object(value: Mapping[str, Any], kind: str, version: str) -> Mode
     definition = read_object(dict(value), report, (), kind, version)
     report.close()
     metadata = value.get("metadata")
-    metadata = metadata if isinstance(metadata, dict) else {}
+    metadata, refs = metadata if isinstance(metadata, dict) else {}, _pool_refs(value)
     item = {
         "apiVersion": value.get("apiVersion") or version,
         "kind": value.get("kind") or kind,
         "metadata": {key: metadata.get(key) for key in ("name", "namespace", "generation")},
-        "spec": {"pools": _pools(value)},
+        "spec": {"pools": [ref["name"] for ref in refs], "groups": [ref.get("group") or "" for ref in refs]},
         "status": {"conditions": accepted_conditions(value)},
     }
     problems = tuple(str(problem) for problem in report.problems[:_SHOWN])
@@ -453,19 +453,22 @@ def _condition(item: ModelObject, owner: str | None) -> Condition:
     return Condition(True, ACCEPTED, "; ".join(("in use", *item.notes)))
 
 
-def without_pools(item: ModelObject) -> Condition | None:
-    """The condition for an object none of whose pools exists. `None` = leave it, because it was never accepted here."""
+def without_pools(item: ModelObject, group: str) -> Condition | None:
+    """The condition for an object none of whose pools exists. `None` = leave it, because it was never accepted, or it
+    names a pool of another group than `group`, which another scheduler may serve."""
+    if any(named not in ("", group) for named in item.item["spec"]["groups"]):
+        return None
     said: Mapping[str, Any] = next(iter(item.item["status"]["conditions"]), {})
     if said.get("status") != "True" and said.get("reason") != POOL_NOT_FOUND:
         return None
     return Condition(False, POOL_NOT_FOUND, f"there is no usable InferencePool {' or '.join(item.pools)}")
 
 
-def _pools(value: Mapping[str, Any]) -> list[str]:
-    """The names of the pools that an object refers to, as far as they can be read."""
+def _pool_refs(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The pools that an object refers to, as far as they can be read."""
     spec = value.get("spec")
     if not isinstance(spec, dict):
         return []
     several = spec.get("poolRefs")
     refs = [spec.get("poolRef"), *(several if isinstance(several, list) else ())]
-    return [ref["name"] for ref in refs if isinstance(ref, dict) and isinstance(ref.get("name"), str)]
+    return [ref for ref in refs if isinstance(ref, dict) and isinstance(ref.get("name"), str)]

@@ -69,9 +69,10 @@ class PoolModels:
         on_trouble: Callable[[str, str], object] = lambda resource, trouble: None,
         report: Callable[[str], object] = lambda problem: None,
         absent: Callable[[str, str], bool] = lambda namespace, pool: False,
+        pool_group: str = "",
         rediscover_s: float = REDISCOVER_S,
     ) -> None:
-        """`absent(namespace, pool)`: whether it is known that there is no such pool."""
+        """`absent(namespace, pool)`: whether it is known that there is no such pool of the API group `pool_group`."""
         self._reflectors: dict[str, Reflector[ModelObject]] = {}
         self._client = client
         self._pools: dict[tuple[str, str], _Followed] = {}
@@ -80,7 +81,7 @@ class PoolModels:
         self._rng = rng
         self._on_trouble = on_trouble
         self._report = report
-        self._absent = absent
+        self._absent, self._pool_group = absent, pool_group
         self._rediscover_s = rediscover_s
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -243,7 +244,7 @@ class PoolModels:
         for (_, key), versions in of.items():
             resource, item = versions[-1]
             if item.pools and all(self._absent(resource.namespace, pool) for pool in item.pools):
-                condition = without_pools(item)
+                condition = without_pools(item, self._pool_group)
                 if condition is not None:
                     desired[resource, key.partition("/")[2]] = DesiredCondition(condition, item.item)
         return desired

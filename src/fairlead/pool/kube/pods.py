@@ -254,7 +254,7 @@ class PoolEndpoints:
     @property
     def absent(self) -> bool:
         """Whether it is known that there is no such InferencePool."""
-        return self._pools is not None and self._pools.ready.is_set() and self.pool is None
+        return self._pools is not None and self._pools.complete and self.pool is None
 
     @property
     def missing(self) -> str:

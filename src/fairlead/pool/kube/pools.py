@@ -81,8 +81,8 @@ class Pools:
         return self.pools.forbidden or self.pods.forbidden
 
     def lacks(self, key: str) -> bool:
-        """Whether the pools were listed and this one is not among them."""
-        return self.pools.ready.is_set() and key not in self.pools.items
+        """Whether it is known that there is no such pool."""
+        return self.pools.complete and key not in self.pools.items
 
     async def run(self) -> None:
         try:

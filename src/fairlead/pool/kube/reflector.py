@@ -191,6 +191,13 @@ class Reflector(Generic[T]):
             listed[key] = value
         return True
 
+    @property
+    def complete(self) -> bool:
+        """Whether what is not among `items` does not exist: the objects were listed, could all be read, and changes are
+        seen."""
+        stats = self.stats
+        return self.ready.is_set() and stats.connected and not stats.trouble and not stats.unreadable
+
     def _value(self, key: str, raw: Raw) -> T | None:
         try:
             return self._read(raw)

@@ -173,6 +173,7 @@ class KubeLink:
             on_trouble=on_trouble,
             report=report_unreadable,
             absent=absent,
+            pool_group=self._settings.group,
         )
 
     # ---- callbacks ----

@@ -71,6 +71,10 @@ class _Watched(Struct, eq=False):
     slices: Reflector[Slice] | None
 
 
+#: Seconds until slices are looked at again, because contact with the API server may be back.
+LOOK_AGAIN_S = 30.0
+
+
 class KubePools(KubeLink):
     """Calls `open_pool(key, pool)` for each pool that appears; `key` is `namespace/name`."""
 
@@ -275,8 +279,9 @@ class KubePools(KubeLink):
         self._leftover.set()
 
     def _services(self) -> set[tuple[str, str]]:
-        """The Services, by namespace and name, that existing pools refer to."""
-        refs = {(entry.pool.namespace, entry.pool.picker) for entry in self._entries.values()}
+        """The Services, by namespace and name, that existing pools refer to, also those that cannot be served."""
+        pools = (pool for watched in self._watched.values() for pool in watched.pools.pools.items.values())
+        refs = {(pool.namespace, pool.picker) for pool in pools}
         return {(namespace, ref.name) for namespace, ref in refs if ref is not None and ref.kind == "Service"}
 
     async def _empty_leftovers(self) -> None:
@@ -284,7 +289,7 @@ class KubePools(KubeLink):
         returns."""
         while True:
             self._leftover.clear()
-            pause, trouble = None, ""
+            pause, trouble = LOOK_AGAIN_S, ""
             for key, seen in self._leftovers():
                 namespace = key.partition("/")[0]
                 if not self._may_write() or (namespace, seen.service) in self._services():
@@ -299,13 +304,13 @@ class KubePools(KubeLink):
             await set_within(self._leftover, pause)
 
     def _leftovers(self) -> list[tuple[str, Slice]]:
-        """The slices of this lease whose services no pool refers to, by key. While pools of a namespace were never
-        listed, it has none."""
+        """The slices of this lease whose services no pool refers to, by key. None of a namespace while it is uncertain
+        which pools it has."""
         services = self._services()
         return [
             (key, seen)
             for watched in self._watched.values()
-            if watched.slices is not None and watched.pools.pools.ready.is_set()
+            if watched.slices is not None and watched.pools.pools.complete
             for key, seen in watched.slices.items.items()
             if seen.addresses and seen.lease == self.lease and (key.partition("/")[0], seen.service) not in services
         ]

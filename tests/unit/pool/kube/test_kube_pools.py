@@ -478,3 +478,52 @@ async def test_objects_of_pools_that_a_selector_hides_are_left_alone(
     await followed.kube.start(stack)
     await asyncio.sleep(0.3)
     assert kube.objects[X, "inferencemodels"]["a/chat"]["status"] == accepted
+
+
+async def test_what_belongs_to_pools_that_may_exist_is_left_alone(
+    kube: FakeKube, tmp_path: Path, stack: AsyncExitStack, until: Any
+) -> None:
+    """One pool cannot be opened, one cannot be read, and one is of another API group."""
+    followed = Followed(kube, tmp_path, namespaces=("*",), leader_election=LeaderElection(enabled=True))
+    followed.broken.add("a/broken")
+    accepted = {"conditions": [{"type": "Accepted", "status": "True", "reason": "Accepted"}]}
+    for name, group in (("unreadable", {}), ("theirs", {"group": X.partition("/")[0]})):
+        spec = {"modelName": name, "poolRef": {"name": name, **group}}
+        model = {"metadata": {"name": name, "namespace": "a"}, "spec": spec, "status": accepted}
+        kube.put(X, "inferencemodels", model)
+    service = Service("unreadable-epp", "uid", (Port("grpc", 9002),))
+    kube.put(*SLICES, slice_object(service, "a", Place("10.244.0.3", "former"), followed.kube.lease))
+    ports = [{"name": "grpc", "port": 9002, "targetPort": 9002}]
+    kube.put("v1", "services", {"metadata": {"name": "broken-epp", "namespace": "a"}, "spec": {"ports": ports}})
+    kube.put(V1, "inferencepools", pool("broken", "a", app="vllm"))
+    unreadable = pool("unreadable", "a", app="vllm")
+    unreadable["spec"]["selector"] = {"matchLabels": {}}
+    kube.put(V1, "inferencepools", unreadable)
+    await followed.kube.start(stack)
+    await until(lambda: "a/broken-epp-ipv4" in kube.objects[SLICES])
+    await asyncio.sleep(1.5)
+    written = {name: value["metadata"]["resourceVersion"] for name, value in kube.objects[SLICES].items()}
+    kube.put(*SLICES, slice_object(Service("more-epp", "uid", ()), "a", Place("10.244.0.3", "former"), "b/other"))
+    await asyncio.sleep(1.5)
+    assert {name: kube.objects[SLICES][name]["metadata"]["resourceVersion"] for name in written} == written
+    assert all(kube.objects[SLICES][name]["endpoints"] for name in written)
+    for name in ("unreadable", "theirs"):
+        assert kube.objects[X, "inferencemodels"][f"a/{name}"]["status"] == accepted
+
+
+@pytest.mark.parametrize("group", ["inference.networking.k8s.io", ""])
+async def test_another_groups_pool_is_not_known_to_be_absent(
+    kube: FakeKube, tmp_path: Path, stack: AsyncExitStack, until: Any, group: str
+) -> None:
+    accepted = {"conditions": [{"type": "Accepted", "status": "True", "reason": "Accepted"}]}
+    for name, of in (("gone", group), ("theirs", X.partition("/")[0])):
+        spec = {"modelName": name, "poolRef": {"name": "x", "group": of}}
+        model = {"metadata": {"name": name, "namespace": "a"}, "spec": spec, "status": accepted}
+        kube.put(X, "inferencemodels", model)
+    await Followed(kube, tmp_path, namespaces=("*",)).kube.start(stack)
+
+    def reason(name: str) -> str:
+        return str(kube.objects[X, "inferencemodels"][f"a/{name}"]["status"]["conditions"][0]["reason"])
+
+    await until(lambda: reason("gone") == "PoolNotFound")
+    assert reason("theirs") == "Accepted"
