@@ -29,8 +29,7 @@ from fairlead.pool.watched_files import WatchedFiles, read_regular
 #   entry is wrong keeps its last good state. If a wrong entry has no readable name, no endpoint is taken down, because
 #   the entry might be any endpoint's. An entry with the address of an endpoint that stays so changes nothing.
 # * Endpoints that come are sent before those that go: the pool never gets small, and no model loses its last endpoint,
-#   meanwhile. Those that go wait until the names of those that come were tried once, but no longer than one name is
-#   tried: when many do not answer, they are tried one after another.
+#   meanwhile. Those that go wait until the names of those that come were tried once.
 # * Host names are resolved outside of `apply`, and again every `resolve_s`. If a name has several addresses, the first
 #   is used, and kept as long as the name has it: a resolver that rotates its answers must not move the endpoint.
 # * If the first address is `::1`, an IPv4 loopback address of the name is preferred: hosts files list `::1 localhost`,
@@ -82,8 +81,6 @@ class EndpointSet:
         self._new_names = asyncio.Event()
         #: Ids of endpoints that are up and not listed any more, by address.
         self._leaving: dict[str, list[str]] = {}
-        #: When it takes them down whatever the names do; `None` = none leaves.
-        self._latest: asyncio.TimerHandle | None = None
 
     def apply(self, listing: Listing) -> None:
         """Apply a listing. A listing that could not be read (`ok` false) changes nothing. Problems are reported."""
@@ -105,8 +102,6 @@ class EndpointSet:
                 self._listed[endpoint_id] = entry
                 self._bring_up(entry)
         self._take_down()
-        if self._leaving and self._latest is None:
-            self._latest = asyncio.get_running_loop().call_later(RESOLVE_TIMEOUT_S, self._take_all_down)
         names = self._names()
         for table in (self._addresses, self._failing):
             for host in [host for host in table if host not in names]:
@@ -137,7 +132,6 @@ class EndpointSet:
 
     async def close(self) -> None:
         """Stop resolving. The endpoints stay up."""
-        self._forget_latest()
         self._turns.close()
         await cancelled(self._task)
         self._task = None
@@ -163,19 +157,9 @@ class EndpointSet:
     def _take_down(self) -> None:
         """Take down what is not listed any more, unless names of those that come are still to be tried."""
         if self._names().keys() <= self._addresses.keys() | self._failing.keys():
-            self._take_all_down()
-
-    def _take_all_down(self) -> None:
-        self._forget_latest()
-        for endpoint_ids in self._leaving.values():
-            self._down(endpoint_ids)
-        self._leaving.clear()
-
-    def _forget_latest(self) -> None:
-        """Forget when those that leave must be gone: they are, or stay."""
-        if self._latest is not None:
-            self._latest.cancel()
-            self._latest = None
+            for endpoint_ids in self._leaving.values():
+                self._down(endpoint_ids)
+            self._leaving.clear()
 
     def _down(self, endpoint_ids: Iterable[str]) -> None:
         for endpoint_id in endpoint_ids:

@@ -430,26 +430,6 @@ async def test_the_start_does_not_wait_for_a_resolver_that_hangs(heard: Heard, m
     assert heard.problems[0] == "cannot resolve host0: no answer"
 
 
-async def test_departures_do_not_wait_for_many_names_that_do_not_answer(
-    heard: Heard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def hang(host: str, port: int) -> list[str]:
-        await asyncio.Event().wait()
-        return []
-
-    monkeypatch.setattr(endpoints_file, "RESOLVE_TIMEOUT_S", 0.3)
-    endpoints = EndpointSet(heard.feed, heard.report, resolver=hang)
-    endpoints.apply(listing(("a", "10.0.0.1"), ("b", "10.0.0.2")))
-    await endpoints.start()
-    assert len(heard.take()) == 2
-    endpoints.apply(listing(("b", "10.0.0.2"), *((f"e{i}", f"host{i}") for i in range(100))))
-    async with asyncio.timeout(10):
-        await heard.until(lambda: bool(heard.events))
-    assert heard.take() == ["down a"]
-    assert len(heard.problems) < 50, "the others are still to be tried"
-    await endpoints.close()
-
-
 async def test_the_real_resolver() -> None:
     assert set(await resolve_host("localhost", 80)) <= {"127.0.0.1", "::1"}
     assert await resolve_host("127.0.0.1", 80) == ["127.0.0.1"]
