@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from ports import free_ports
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "e2e" / "support"))
@@ -79,6 +80,16 @@ class World:
         config = StubConfig(**{"model": MODEL, "time_ratio": 50.0, "kv_events": events, **settings})
         self.pool = await self.stack.enter_async_context(StubPool(config, replicas))
         return self.pool.addresses
+
+    async def server(self, *routes: web.AbstractRouteDef) -> str:
+        """Run a model server of the test's own; returns its address."""
+        app = web.Application()
+        app.router.add_routes(routes)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        self.stack.push_async_callback(runner.cleanup)
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return f"127.0.0.1:{runner.addresses[0][1]}"
 
     async def serve(self, config: dict[str, Any]) -> str:
         """Run the scheduler in this process; returns the URL of its admin port."""

@@ -425,13 +425,8 @@ async def test_an_engine_without_prefix_caching_is_named(world: Any, cached: boo
         lines += [f'vllm:cache_config_info{{block_size="16",enable_prefix_caching="{cached}"}} 1']
         return web.Response(text="\n".join(lines) + "\n")
 
-    app = web.Application()
-    app.router.add_get("/metrics", metrics)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    world.stack.push_async_callback(runner.cleanup)
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    config = {"endpoints": [f"127.0.0.1:{runner.addresses[0][1]}"]}
+    address = await world.server(web.get("/metrics", metrics))
+    config = {"endpoints": [address]}
     found = (await world.examined(config, ("metrics",))).findings
     evidence = [one.evidence for one in found if one.code == "metrics.no-prefix-cache"]
     assert evidence == ([] if cached else ['vllm:cache_config_info has enable_prefix_caching="False"'])

@@ -76,14 +76,9 @@ async def test_an_engine_that_takes_another_rank_each_time_gives_no_finding(worl
         async with session.request(request.method, url, data=await request.read(), headers=kind) as sent:
             return web.Response(body=await sent.read(), status=sent.status, content_type=sent.content_type)
 
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", engine)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    world.stack.push_async_callback(runner.cleanup)
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    address = await world.server(web.route("*", "/{path:.*}", engine))
     settings = {"enabled": True, "port": ports[0], "replayPort": replays[0], "ranks": 3}
-    config = {"endpoints": [f"127.0.0.1:{runner.addresses[0][1]}"], "kvEvents": settings, **BY_ENGINE}
+    config = {"endpoints": [address], "kvEvents": settings, **BY_ENGINE}
     async with aiohttp.ClientSession() as session:
         found = await world.examined(config, ("kv-agreement",), probe=True)
     assert (found.findings, found.outcomes[0].state) == ((), "well")
@@ -111,13 +106,8 @@ async def test_an_embedding_model_answers_no_prompts_and_that_is_no_fault(world:
 
     events, replay = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
     (stub,) = await world.stubs(1, KvEventsConfig(events=events, replay=replay))
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", engine)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    world.stack.push_async_callback(runner.cleanup)
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    pool = {"endpoints": [f"127.0.0.1:{runner.addresses[0][1]}"]}
+    address = await world.server(web.route("*", "/{path:.*}", engine))
+    pool = {"endpoints": [address]}
     port, own, of_replays = (int(url.rpartition(":")[2]) for url in (f":{free_ports(1)[0]}", events, replay))
     async with aiohttp.ClientSession() as session:
         settings = {"enabled": True, "port": own, "replayPort": of_replays}
@@ -134,14 +124,9 @@ async def test_ranks_that_dial_where_nobody_listens_are_named(world: Any, ranks:
         lines = (f'vllm:num_requests_{name}{{engine="{rank}"}} 0' for name in ("running", "waiting") for rank in (0, 1))
         return web.Response(text="\n".join(lines) + "\n")
 
-    app = web.Application()
-    app.router.add_get("/metrics", metrics)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    world.stack.push_async_callback(runner.cleanup)
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    address = await world.server(web.get("/metrics", metrics))
     settings = {"enabled": True, "bind": f"tcp://127.0.0.1:{free_ports(1)[0]}", "ranks": ranks}
-    config = {"endpoints": [f"127.0.0.1:{runner.addresses[0][1]}"], "kvEvents": settings, **BY_ENGINE}
+    config = {"endpoints": [address], "kvEvents": settings, **BY_ENGINE}
     found = await world.examined(config, admin=await world.serve(config), only=("kv-dialled",))
     assert codes(found) == ({"kv-dialled.ranks"} if ranks == 1 else set())
 
