@@ -32,8 +32,7 @@ class Guess(Struct, eq=False, gc=False):
     slot: int
     keys: list[int]
     until: float
-    #: The number of its blocks, and the key of the last one.
-    blocks: int
+    #: The key of its last block.
     end: int
 
 
@@ -45,7 +44,6 @@ class Speculation:
         self._depths = [1]
         #: An ordered set, in the order of sending.
         self._leases: OrderedDict[Guess, None] = OrderedDict()
-        self._by_slot: dict[int, dict[Guess, None]] = {}
         #: Slot → last key of a prompt → number of leases.
         self._ends: dict[int, dict[int, int]] = {}
         #: Key → slot → number of leases.
@@ -74,9 +72,8 @@ class Speculation:
         for key in entered:
             slots = self._holders.setdefault(key, {})
             slots[slot] = slots.get(slot, 0) + 1
-        guess = Guess(slot, entered, until, len(keys), int(keys[-1]))
+        guess = Guess(slot, entered, until, int(keys[-1]))
         self._leases[guess] = None
-        self._by_slot.setdefault(slot, {})[guess] = None
         ends = self._ends.setdefault(slot, {})
         ends[guess.end] = ends.get(guess.end, 0) + 1
         if len(self._leases) > self.limit:
@@ -89,14 +86,12 @@ class Speculation:
         if ended not in self._leases:
             return
         del self._leases[ended]
-        of_slot = self._by_slot[ended.slot]
-        del of_slot[ended]
         ends = self._ends[ended.slot]
         ends[ended.end] -= 1
         if not ends[ended.end]:
             del ends[ended.end]
-        if not of_slot:
-            del self._by_slot[ended.slot], self._ends[ended.slot]
+            if not ends:
+                del self._ends[ended.slot]
         for key in ended.keys:
             slots = self._holders[key]
             if slots[ended.slot] > 1:
@@ -115,8 +110,8 @@ class Speculation:
             self.release(oldest)
 
     def drop_slot(self, slot: int) -> None:
-        """End all leases of a slot."""
-        for guess in list(self._by_slot.get(slot, ())):
+        """End all leases of a slot. O(leases)."""
+        for guess in [guess for guess in self._leases if guess.slot == slot]:
             self.release(guess)
 
     def continued(self, slot: int, keys: Keys) -> int:
@@ -148,12 +143,12 @@ class Speculation:
     def validate(self) -> None:
         """Raise `AssertionError` if leases and holders disagree."""
         counted: dict[int, dict[int, int]] = {}
+        ends: dict[int, Counter[int]] = {}
         for lease in self._leases:
+            ends.setdefault(lease.slot, Counter())[lease.end] += 1
             for key in lease.keys:
                 slots = counted.setdefault(key, {})
                 slots[lease.slot] = slots.get(lease.slot, 0) + 1
         assert counted == self._holders
-        assert self._leases.keys() == {guess for leases in self._by_slot.values() for guess in leases}
-        assert all(self._by_slot.values())
-        assert self._ends == {slot: Counter(guess.end for guess in sent) for slot, sent in self._by_slot.items()}
+        assert ends == self._ends
         assert len(self._leases) <= self.limit
