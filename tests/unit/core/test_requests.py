@@ -10,7 +10,6 @@ from waiting_rules import AbleRules
 
 from fairlead.core import events as ev
 from fairlead.core.binding import PairBinder
-from fairlead.core.endings import MOST
 from fairlead.core.events import Outcome, RemotePick
 from fairlead.core.fairness import Strict
 from fairlead.core.flow_control import FlowControl, FlowController
@@ -21,7 +20,7 @@ from fairlead.core.queues import Queues
 from fairlead.core.remote import RemotePolicy
 from fairlead.core.request import Request, Usage
 from fairlead.core.requests import HOLDS, OF_REQUEST, TRANSITIONS, Requests, RequestState, Trigger
-from fairlead.core.scheduler import EXPIRY_TIMER, Pipeline
+from fairlead.core.scheduler import EXPIRY_TIMER, MOST, Pipeline
 from fairlead.core.tokens import TokenEstimator
 from fairlead.plugins.flow_control import Fcfs
 from fairlead.plugins.policies.by_load import LeastRequests
