@@ -70,7 +70,7 @@ REFUSALS = 16
 #: Seconds that requests wait at least for an endpoint that can serve them, after the last one has gone, so that the
 #: replacement of a server refuses none. And the least seconds between two looks for models without one.
 GAP, STRANDED_S = 30.0, 1.0
-#: Models that one pass looks at for that, and how many more requests a call looks at than it may give up. A look takes
+#: Models judged in one pass. To give up requests, one call looks at this many more than it may give up. Each look takes
 #: 0.08 ms.
 JUDGED = 8
 

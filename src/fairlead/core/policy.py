@@ -188,12 +188,8 @@ def checked_refusal(answer: Any, fleet: FleetView) -> Refused:
     status = _integer("status", answer.status)
     if not 400 <= status <= 599:
         raise ValueError(f"a refusal with HTTP status {status}, expected 400 to 599")
-    reason, message, by = (_text(name, value) for name, value in _texts(answer))
-    return Refused(reason, message, _checked_trace(answer.trace, fleet), by, status)
-
-
-def _texts(answer: Refused) -> tuple[tuple[str, Any], ...]:
-    return ("reason", answer.reason), ("message", answer.message), ("by", answer.by)
+    reason, message = _text("reason", answer.reason), _text("message", answer.message)
+    return Refused(reason, message, _checked_trace(answer.trace, fleet), _text("by", answer.by), status)
 
 
 def _integer(name: str, value: Any) -> int:
@@ -219,7 +215,6 @@ def _checked_trace(trace: Any, fleet: FleetView) -> Trace | None:
     if endpoints is not ids:
         endpoints = tuple(_text("an endpoint of the trace", name) for name in endpoints)
     count = len(endpoints)
-    single = {name: _traced(name, column, count) for name, column in _columns(trace)}
     return structs.replace(
         trace,
         endpoints=endpoints,
@@ -229,16 +224,10 @@ def _checked_trace(trace: Any, fleet: FleetView) -> Trace | None:
             for name, weight, column in trace.scorers
         ],
         outcome=_text("outcome", trace.outcome),
-        **single,
-    )
-
-
-def _columns(trace: Trace) -> tuple[tuple[str, Any], ...]:
-    return (
-        ("total", trace.total),
-        ("candidates", trace.candidates),
-        ("held", trace.held),
-        ("loading", trace.loading),
+        total=_traced("total", trace.total, count),
+        candidates=_traced("candidates", trace.candidates, count),
+        held=_traced("held", trace.held, count),
+        loading=_traced("loading", trace.loading, count),
     )
 
 
@@ -431,8 +420,8 @@ def _raise(error: PluginError) -> None:
 
 
 class Guard:
-    """Calls a filter, scorer or picker from anywhere with `guarded`. If it did not return twice, it rests like a policy
-    (`errors.rests_until`)."""
+    """Calls a filter, scorer or picker from anywhere with `guarded`. One that has failed to return for the second time
+    rests, as a policy does (`errors.rests_until`)."""
 
     def __init__(self, name: str) -> None:
         self.name = name
