@@ -199,35 +199,38 @@ class Fleet:
             table.kv[slot] = min(_gauge(sample.kv_usage, table.kv[slot]), 1.0)
         if sample.waiting is None and sample.running is None:
             return []
+        dropped = self.ledger.reconcile(slot, started, waiting, running)
         self._learn_limit(slot, waiting, running, now)
         # The limit is that of the endpoint's class, so it may have been learned at other endpoints.
         table.max_seqs[slot] = self.predictor.rates.limit(slot)
-        dropped = self.ledger.reconcile(slot, started, waiting, running)
         for lease in dropped:
             if lease.auxiliary:
                 self.ledger.release(lease)
         return [lease for lease in dropped if not lease.auxiliary]
 
     def _learn_limit(self, slot: int, waiting: float, running: float, now: float) -> None:
-        """Learn from a scrape how many sequences the engine runs at once: only where answers run, while memory has room
-        for about two more requests, and where requests do not wait for prompts to be computed. They do not if the
-        queued work, or one whole step of it, is overdue. Nor do they if the engine spends little of its time on
-        prompts, and nearly all that run are past theirs: where answers are short, some request always begins.
+        """Learn from a scrape how many sequences the engine runs at once. What waits there can only wait for a sequence
+        slot while memory has room for about two more requests, nearly all that run are past their prompts, and the
+        queued work, or one whole step of it, is overdue; or the engine spends little of its time on prompts: where
+        answers are short, some request always begins.
 
         Both go by the prior's speed if that is faster than the learned one: while the limit is unknown, waits for a
         sequence slot are learned as slow prefill."""
-        table = self.table
-        engines, endpoint = max(table.ranks[slot], 1.0), table.endpoints[slot]
+        table, account, endpoint = self.table, self.ledger.account(slot), self.table.endpoints[slot]
+        if endpoint is None or endpoint.only_prefills:
+            return
+        engines = max(table.ranks[slot], 1.0)
         factor = min(self.predictor.rates.prefill[slot], 1.0)
         due_ms = factor * min(table.queued_ms[slot] / engines, self._prior.whole_step_ms)
         overdue = now * 1e3 - table.prefill_since_ms[slot] > due_ms
         prompts = self._prompts[slot]
-        prompts.sampled(now, self.ledger.account(slot).done_work / engines, waiting >= 1.0)
-        answering = table.inflight[slot] - table.pending[slot] >= ANSWERING * running
-        free = answering and factor * prompts.value < PROMPTS
+        prompts.sampled(now, account.done_work / engines, waiting >= 1.0)
+        # Nobody sees the first token of a blind lease: one that runs counts as past its prompt.
+        ran = account.active + min(account.early, account.blind)
+        answering = ran >= ANSWERING * (running - account.others_running)
         roomy = table.kv[slot] * (1.0 + 2.0 / max(running / engines, 1.0)) < CROWDED
-        if (overdue or free) and roomy and endpoint is not None and not endpoint.only_prefills:
-            self.predictor.rates.sampled(slot, waiting, running)
+        shows = answering and roomy and (overdue or factor * prompts.value < PROMPTS)
+        self.predictor.rates.sampled(slot, waiting, running, bool(shows))
 
     def _sized(self, slot: int, sample: Sample) -> None:
         """Store how many engines share the address, and the capacity of their KV caches in tokens. Where an engine

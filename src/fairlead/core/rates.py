@@ -211,18 +211,19 @@ class _Limit(Struct):
     #: ran and none waited.
     untested: int = 0
 
-    def sampled(self, waiting: float, running: float, tests: bool) -> None:
-        """`tests`: the scrape is of the endpoint that tests the limit."""
-        self.untested = 0 if waiting >= 1.0 else self.untested + (tests and running >= self.known)
+    def sampled(self, waiting: float, running: float, tests: bool, shows: bool) -> None:
+        """`tests`: the scrape is of the endpoint that tests the limit. `shows`: what waits there can only wait for a
+        sequence slot. Any other scrape can refute the limit, but makes none likelier."""
+        self.untested = 0 if waiting >= 1.0 else self.untested + (shows and tests and running >= self.known)
         if running > self.peak:
             # More than the known limit run while others wait: then the limit is higher, but there still is one.
-            self.known = running if self.known and waiting >= 1.0 else 0.0
+            self.known = running if self.known and waiting >= 1.0 and shows else 0.0
             self.peak, self.at_peak, self.below = running, 0.0, 0.0
         if waiting >= 1.0:
             keep = 1.0 - 1.0 / LIMIT_SCRAPES
             below = running < self.peak - max(1.0, 0.1 * self.peak)
-            self.at_peak = keep * self.at_peak + (running == self.peak)
-            self.below = keep * self.below + below
+            self.at_peak = keep * self.at_peak + (shows and running == self.peak)
+            self.below = keep * self.below + (shows and below)
             if self.at_peak < self.below:
                 self.known = 0.0
             elif self.at_peak >= LIMIT_HITS and self.at_peak >= 3.0 * self.below:
@@ -519,10 +520,10 @@ class Rates:
         self._ratios[turn] = self._own[turn].ratio(alike, now)
         self._write(turn, alike)
 
-    def sampled(self, slot: int, waiting: float, running: float) -> None:
-        """Learn the limit of sequences from a scrape of an endpoint with memory to spare."""
+    def sampled(self, slot: int, waiting: float, running: float, shows: bool = True) -> None:
+        """Learn the limit of sequences from a scrape. `shows`: what waits there can only wait for a sequence slot."""
         alike = self._classes[self._looks[slot]]
-        alike.limit.sampled(waiting, running, slot == alike.tester)
+        alike.limit.sampled(waiting, running, slot == alike.tester, shows)
 
     def limit(self, slot: int) -> float:
         """Return how many sequences the endpoint runs at once; 0 = unknown. One more at one endpoint of the class once

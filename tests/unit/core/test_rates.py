@@ -241,6 +241,20 @@ class TestLimits:
             rates.sampled(0, 0.0, 3.0)
         assert rates.limit(0) == 4.0, "fewer run: nothing is held because of it"
 
+    def test_scrapes_of_requests_that_wait_for_something_else_make_no_limit(self) -> None:
+        rates = pool(1)
+        for number in range(200):
+            rates.sampled(0, 1.0, 4.0, number % 20 == 0)
+            assert not rates.limit(0), "a few that look otherwise do not add up"
+
+    def test_any_scrape_can_refute_a_limit(self) -> None:
+        rates = pool(1)
+        for _ in range(4):
+            rates.sampled(0, 1.0, 4.0)
+        assert rates.limit(0) == 4.0
+        rates.sampled(0, 1.0, 6.0, False)
+        assert rates.limit(0) == 0.0
+
     def test_numbers_that_go_up_and_down_are_no_limit(self) -> None:
         rates, rng = pool(1), Random(9)
         for _ in range(500):

@@ -121,6 +121,22 @@ def loops(tenant: str, workers: int, each: int, tokens: int, out: int, stream: b
     ]
 
 
+def test_a_priority_counts_also_where_nobody_sees_first_tokens() -> None:
+    flood = loops("flood", 24, 40, 25, 16, False)
+    high = [structs.replace(record, priority=1) for record in loops("high", 2, 40, 25, 16, False)]
+    simulation = Simulation(scenario(flood, high, dispatch="think", max_seqs=8, count=1), config_from(TTL + "}")[0])
+    assert simulation.run()
+    assert simulation.pipeline.fleet.table.max_seqs[0] == 8.0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_engines_that_are_busy_with_prompts_have_no_known_limit_of_sequences(stream: bool) -> None:
+    busy = scenario(loops("busy", 20, 25, 6000, 2, stream), dispatch="think")
+    simulation = Simulation(busy, config_from(AT_ONCE)[0])
+    assert simulation.run()
+    assert not simulation.pipeline.fleet.table.max_seqs.any()
+
+
 #: One endpoint of which the gate is always open, as one is whose engine takes all that comes.
 OPEN = "flowControl: {ttl: 590s, saturation: {type: concurrency-detector, maxConcurrency: 100000}}"
 

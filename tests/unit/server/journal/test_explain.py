@@ -166,7 +166,7 @@ def _held(trace: Any, slot: int, more: float) -> Any:
 @pytest.fixture(scope="module")
 def crowded(record_run: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> list[DecisionRecord]:
     """Decisions of a run with more requests."""
-    return records(record_run(tmp_path_factory.mktemp("crowded"), rate=30.0, seconds=8.0))
+    return records(record_run(tmp_path_factory.mktemp("crowded"), rate=36.0, seconds=8.0))
 
 
 def test_who_held_more_and_lost_is_named(crowded: list[DecisionRecord]) -> None:
