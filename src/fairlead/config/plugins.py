@@ -1,6 +1,7 @@
 """Builds plugins from their specs, and the objects that use them: policy, metrics reader, body parser, hasher."""
 
 from collections.abc import Callable, Iterable
+from time import monotonic
 from typing import Any, cast
 
 from fairlead.apis.parsed import ParsedRequest
@@ -78,7 +79,7 @@ def build_measure(config: Config, on_plugin_error: Callable[[PluginError], None]
     """What reads additional columns from metrics pages; `None` if no source is configured. Raises `PluginError`."""
     registry = Registry()
     sources = [make(spec, registry) for spec in config.metric_sources]
-    return Measuring(sources, on_plugin_error) if sources else None
+    return Measuring(sources, on_plugin_error, monotonic) if sources else None
 
 
 def build_parse(
@@ -87,7 +88,7 @@ def build_parse(
     """The function that reads request bodies. Raises `PluginError`."""
     registry = Registry()
     parsers = [make(spec, registry) for spec in config.parsers]
-    return Parsing(parsers, on_plugin_error) if parsers else parse_request
+    return Parsing(parsers, on_plugin_error, monotonic) if parsers else parse_request
 
 
 def build_hasher(config: Config) -> ChainHasher:

@@ -17,7 +17,7 @@ from fairlead.apis.request import parse_request
 from fairlead.core.apis import OTHER
 from fairlead.core.columns import BoolColumn, FloatColumn
 from fairlead.core.endpoint import Endpoint
-from fairlead.core.errors import PLUGIN_FAILURES, ClientError, PluginError, described
+from fairlead.core.errors import PLUGIN_FAILURES, ClientError, PluginError, described, hung, of_plugin
 from fairlead.core.fairness import Strict
 from fairlead.core.flow import Ceiling, Fairness, Flow, Ordering, Waiting
 from fairlead.core.policy import (
@@ -32,12 +32,19 @@ from fairlead.core.policy import (
     SteadyFilter,
     checked_column,
     checked_refusal,
-    guarded,
     highest,
     interruptible,
 )
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
+
+Report = Callable[[PluginError], None] | None
+Now = Callable[[], float]
+
+
+def _tell(report: Report, name: str, error: BaseException) -> None:
+    if report is not None:
+        report(of_plugin(name, error))
 
 
 class MetricSource(Protocol):
@@ -84,17 +91,20 @@ _MOST = 1e300
 
 class Measuring:
     """Returns the additional columns of a page. A source that raises or returns invalid values is skipped for that page
-    and reported."""
+    and reported. `now`: returns seconds of any clock."""
 
-    def __init__(self, sources: Sequence[MetricSource], report: Callable[[PluginError], None] | None = None) -> None:
-        self._sources = tuple(sources)
-        self._report = report
+    def __init__(self, sources: Sequence[MetricSource], report: Report = None, now: Now = lambda: 0.0) -> None:
+        self._sources = [(source, Guard(source.name)) for source in sources]
+        self._report, self._now = report, now
 
     def __call__(self, endpoint: Endpoint, page: bytes) -> dict[str, float]:
         values: dict[str, float] = {}
-        for source in self._sources:
+        now = self._now()
+        for source, guard in self._sources:
+            if guard.rests(now):
+                continue
             try:
-                measured = interruptible(source.measure, endpoint, page)
+                measured: Any = guard.call_apart(now, source.measure, endpoint, page)
                 given = {name: float(value) for name, value in measured.items()}
                 stray = given.keys() - {*source.provides}
                 if stray:
@@ -115,27 +125,32 @@ _KINDS = {name: type(value) for name, value in structs.asdict(ParsedRequest()).i
 
 class Parsing:
     """Called like `parse_request`. If a plugin raises anything but `ClientError`, the error is reported and the request
-    is scheduled unread."""
+    is scheduled unread. `now`: returns seconds of any clock."""
 
-    def __init__(self, parsers: Sequence[Parser], report: Callable[[PluginError], None] | None = None) -> None:
-        #: (end of the path, parser), the longest end first; equal ends in the configured order.
+    def __init__(self, parsers: Sequence[Parser], report: Report = None, now: Now = lambda: 0.0) -> None:
+        guards = [(parser, Guard(parser.name)) for parser in parsers]
+        #: (end of the path, parser, its guard), the longest end first; equal ends in the configured order.
         self._ends = sorted(
-            ((end, parser) for parser in parsers for end in parser.paths), key=lambda entry: -len(entry[0])
+            ((end, parser, guard) for parser, guard in guards for end in parser.paths),
+            key=lambda entry: -len(entry[0]),
         )
-        self._report = report
+        self._report, self._now = report, now
 
     def __call__(self, path: str, body: bytes, content_type: str = "", *, content_encoding: str = "") -> ParsedRequest:
         plain = path.partition("?")[0].removesuffix("/")
-        for end, parser in self._ends:
+        for end, parser, guard in self._ends:
             if plain.endswith(end):
-                return self._ask(parser, path, body, content_encoding)
+                return self._ask(parser, guard, path, body, content_encoding)
         return parse_request(path, body, content_type, content_encoding=content_encoding)
 
-    def _ask(self, parser: Parser, path: str, body: bytes, content_encoding: str) -> ParsedRequest:
+    def _ask(self, parser: Parser, guard: Guard, path: str, body: bytes, content_encoding: str) -> ParsedRequest:
         if content_encoding not in ("", "identity"):
             return unread(OTHER, "content-encoding", len(body))
+        now = self._now()
+        if guard.rests(now):
+            return unread(OTHER, "path", len(body))
         try:
-            parsed = interruptible(parser.parse, path, body)
+            parsed = guard.call_apart(now, parser.parse, path, body)
             if not isinstance(parsed, ParsedRequest):
                 raise TypeError(f"gave a {type(parsed).__name__}, expected a ParsedRequest")
             parts: object = parsed.prompt
@@ -223,16 +238,9 @@ class GuardedPicker(Guard):
 
 # Protects requests from errors of third-party flow-control plugins. Errors are reported.
 #
-# If an ordering fails, the order of arrival is used. If a fairness policy fails, one queue per band replaces it
-# permanently, because its state can no longer be trusted. If a saturation fails, the pool counts as empty. If a ceiling
-# fails, all bands may send.
-
-Report = Callable[[PluginError], None] | None
-
-
-def _tell(report: Report, name: str, error: BaseException) -> None:
-    if report is not None:
-        report(PluginError(name, described(error)))
+# If an ordering fails or rests, the order of arrival is used. If a fairness policy fails, one queue per band replaces
+# it permanently, because its state can no longer be trusted. If a saturation fails or rests, the pool counts as empty.
+# If a ceiling fails, all bands may send. It gets no time, so one that did not return twice is not called again.
 
 
 def _lists(fairness: Fairness, window: int) -> Iterator[list[Waiting]]:
@@ -247,23 +255,27 @@ def _lists(fairness: Fairness, window: int) -> Iterator[list[Waiting]]:
 T = TypeVar("T", bound=Ordering | Ceiling | Saturation)
 
 
-class _Guarded(Generic[T]):
+class _Guarded(Guard, Generic[T]):
     def __init__(self, inner: T, report: Report) -> None:
-        self.name = inner.name
+        super().__init__(inner.name)
         self._inner = inner
         self._report = report
 
 
 class GuardedOrdering(_Guarded[Ordering]):
     def key(self, waiting: Waiting) -> float:
+        now = waiting.since  # the key is asked for when the request is queued
+        if self.rests(now):
+            return now
         try:
-            key = float(interruptible(self._inner.key, waiting))
+            answer: Any = self.call_apart(now, self._inner.key, waiting)
+            key = float(answer)
             if isfinite(key):
                 return key
             raise ValueError(f"the key {key} is not finite")
         except PLUGIN_FAILURES as error:
             _tell(self._report, self.name, error)
-            return waiting.since
+            return now
 
 
 class GuardedFairness:
@@ -337,22 +349,31 @@ class GuardedFairness:
 
 
 class GuardedCeiling(_Guarded[Ceiling]):
+    _hung = 0
+
     def allowed(self, level: float, priorities: Sequence[int]) -> list[bool]:
-        try:
-            answer = interruptible(self._inner.allowed, level, priorities)
-            allowed = [bool(may) for may in answer]
-            if len(allowed) == len(priorities):
-                return allowed
-            raise ValueError(f"{len(allowed)} answers for {len(priorities)} bands")
-        except PLUGIN_FAILURES as error:
-            _tell(self._report, self.name, error)
-            return [True] * len(priorities)
+        if self._hung < 2:
+            try:
+                answer = interruptible(self._inner.allowed, level, priorities)
+                allowed = [bool(may) for may in answer]
+                if len(allowed) == len(priorities):
+                    return allowed
+                raise ValueError(f"{len(allowed)} answers for {len(priorities)} bands")
+            except PLUGIN_FAILURES as error:
+                self._hung += hung(error)
+                failure = PluginError(self.name, described(error))
+                over = self._hung == 2
+                _tell(self._report, self.name, failure.with_note("it is left out until a restart") if over else failure)
+        return [True] * len(priorities)
 
 
 class GuardedSaturation(_Guarded[Saturation]):
     def level(self, fleet: FleetView, now: float) -> float:
+        if self.rests(now):
+            return 0.0
         try:
-            level = float(guarded(fleet, self._inner.level, fleet, now))
+            answer: Any = self.call(now, fleet, self._inner.level, fleet, now)
+            level = float(answer)
             if level == level:
                 return level
             raise ValueError("the saturation is NaN")

@@ -13,13 +13,22 @@ from fairlead.core.cost import cost
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import REST_S, NeverReturned, PluginError
 from fairlead.core.fleet import Fleet
+from fairlead.core.flow import Waiting
 from fairlead.core.instructions import Route
 from fairlead.core.policy import Context, Picked, Picker, Stage, clamped
 from fairlead.core.profile import Profile
 from fairlead.core.request import Request
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.tokens import TokenEstimator
-from fairlead.plugins.guarding import GuardedFilter, GuardedPicker
+from fairlead.plugins.guarding import (
+    GuardedCeiling,
+    GuardedFilter,
+    GuardedOrdering,
+    GuardedPicker,
+    GuardedSaturation,
+    Measuring,
+    Parsing,
+)
 from fairlead.plugins.pickers import MaxScore, MaxScoreParams
 from fairlead.plugins.policies.cost_model import CostModel, CostModelParams
 from fairlead.testing import SimClock, fleet
@@ -105,6 +114,38 @@ def test_a_part_of_a_profile_that_did_not_return_twice_rests(kind: str) -> None:
         assert isinstance(profile.choose(Request(id=number, arrived=now), known, Context(now, Random(1))), Picked)
         assert part.calls == len(errors) == calls
     assert ["it is left out for 60 s" in str(error) for error in errors] == [False, True, True]
+
+
+class HangingAsAnother(HangingPart):
+    """As an ordering, saturation, ceiling, source or parser."""
+
+    name, provides, paths = "hangs", ("heat",), ("/v1/rank",)
+    key = level = allowed = measure = parse = HangingPart.keep
+
+
+@pytest.mark.parametrize("kind", ["ordering", "saturation", "source", "parser"])
+def test_plugins_of_other_kinds_rest_too(kind: str) -> None:
+    part, errors, now = HangingAsAnother(), list[PluginError](), 0.0
+    ordering, saturation = GuardedOrdering(part, errors.append), GuardedSaturation(part, errors.append)
+    source, parser = Measuring([part], errors.append, lambda: now), Parsing([part], errors.append, lambda: now)
+    for number, calls in enumerate((1, 2, 2, 3, 3)):
+        now = number * REST_S / 2
+        answer = {
+            "ordering": lambda: ordering.key(Waiting(Request(id=1, arrived=now), now, now + 60.0, 1.0, 1)),  # noqa: B023
+            "saturation": lambda: saturation.level(Fleet(), now),  # noqa: B023
+            "source": lambda: source(Endpoint("e0", "10.0.0.1:80"), b""),
+            "parser": lambda: parser("/v1/rank", b"{}").unread,
+        }[kind]()
+        assert answer == {"ordering": now, "saturation": 0.0, "source": {}, "parser": "path"}[kind]
+        assert part.calls == len(errors) == calls
+    assert ["it is left out for 60 s" in str(error) for error in errors] == [False, True, True]
+
+
+def test_a_ceiling_that_did_not_return_twice_is_not_asked_again() -> None:
+    part, errors = HangingAsAnother(), list[PluginError]()
+    ceiling = GuardedCeiling(part, errors.append)
+    assert [ceiling.allowed(0.5, [1, 0]) for _ in range(4)] == [[True, True]] * 4
+    assert part.calls == len(errors) == 2 and "until a restart" in str(errors[1])
 
 
 class HangingCosts(CostModel):
