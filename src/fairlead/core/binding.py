@@ -308,14 +308,14 @@ class PairBinder:
         return known.able_bits if known.version == self.version(table) else -1
 
     @staticmethod
-    def reach(among: Iterable[Waiting], table: EndpointTable) -> int:
-        """How many endpoints can serve one of these, as far as their last look-up says."""
-        reached, alive = 0, bits(table.alive)
-        for waiting in among:
-            reached |= waiting.known.able_bits & alive
-            if reached == alive:  # soon, and thousands may wait
+    def reach(waiting: Iterable[Waiting], slots: BoolColumn) -> int:
+        """How many endpoints of these slots can serve one that waits, as far as the last look-ups say."""
+        reached, wanted = 0, bits(slots)
+        for each in waiting:
+            reached |= each.known.able_bits & wanted
+            if reached == wanted:  # soon, and thousands may wait
                 break
-        return reached.bit_count() or table.count
+        return reached.bit_count() or int(np.count_nonzero(slots))
 
     def follow(self, rules: WaitingRules) -> None:
         """Use other rules from now on, also for requests that wait already."""

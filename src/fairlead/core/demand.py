@@ -142,10 +142,12 @@ class Demand:
     def desired(self, fleet: Known, flow: FlowController | None, now: float) -> int | None:
         """Return the number of endpoints needed by the load and by the waiting requests (`flow`), which need no fewer
         than there are; `None` = nothing waits, and not enough is known of the load yet."""
-        asked = self.endpoints(fleet)
+        asked, slots = self.endpoints(fleet), self._slots(fleet.table)
         if flow is None or not len(flow.flow):
             return asked
-        return max(asked or 0, flow.wanted(fleet.table, now))
+        # What waits, waits for a server that answers.
+        waited_for = int(np.count_nonzero(slots)) if self._role == PREFILL else flow.wanted(slots, now)
+        return max(asked or 0, waited_for)
 
     def pods(self, endpoints: int, fleet: Known) -> int:
         """Return how many pods have so many endpoints: autoscalers count pods, and each port of a pod is an endpoint.

@@ -813,15 +813,16 @@ class FlowController:
         self._deadline = inf
         return self.flow.expire(fleet, now)
 
-    def wanted(self, table: EndpointTable, now: float) -> int:
-        """Return how many endpoints would keep the wait below `target_s`: all, with at most `GROWTH` times those that
-        can serve what waits."""
+    def wanted(self, slots: BoolColumn, now: float) -> int:
+        """Return how many endpoints would keep the wait below `target_s`: those of these slots, with at most `GROWTH`
+        times those that can serve what waits."""
+        count = int(np.count_nonzero(slots))
         if not len(self.flow):
-            return table.count
+            return count
         delay = max(now - self.flow.oldest(), *self.flow.queues.drains_s(now, _MEASURED).values())
         waiting = chain.from_iterable(band.members.values() for band in self.flow.queues.bands())
-        able = self.flow.binder.reach(waiting, table)
-        return table.count - able + max(ceil(able * min(max(delay / self._target_s, 1.0), GROWTH)), 1)
+        able = self.flow.binder.reach(waiting, slots)
+        return count - able + max(ceil(able * min(max(delay / self._target_s, 1.0), GROWTH)), 1)
 
     def refused(
         self, request: Request, why: Refused, now: float, client: Any = None, waiting: Waiting | None = None

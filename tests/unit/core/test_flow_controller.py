@@ -5,7 +5,8 @@ import pytest
 from waiting_rules import AbleRules
 
 from fairlead.core.binding import PairBinder
-from fairlead.core.endpoint import Endpoint
+from fairlead.core.demand import DECODE, PREFILL, Demand
+from fairlead.core.endpoint import ROLE_LABEL, Endpoint
 from fairlead.core.fairness import Strict
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Limit, Limits
@@ -201,25 +202,25 @@ def test_the_paces_of_few_models_of_which_none_waits_are_kept(monkeypatch: pytes
 def test_more_endpoints_are_wanted_the_longer_requests_wait() -> None:
     shop = filled(0)
     table = shop.fleet.table
-    assert shop.flow_controller.wanted(table, shop.now) == 1
+    assert shop.flow_controller.wanted(table.alive, shop.now) == 1
     shop.arrive()
-    assert shop.flow_controller.wanted(table, shop.now) == 1, "not yet"
-    assert shop.flow_controller.wanted(table, shop.now + 4.0) == 2
-    assert shop.flow_controller.wanted(table, shop.now + 400.0) == GROWTH
+    assert shop.flow_controller.wanted(table.alive, shop.now) == 1, "not yet"
+    assert shop.flow_controller.wanted(table.alive, shop.now + 4.0) == 2
+    assert shop.flow_controller.wanted(table.alive, shop.now + 400.0) == GROWTH
     shop.fleet.down("e0")
-    assert shop.flow_controller.wanted(table, shop.now) == 1, "somebody waits for an empty pool"
+    assert shop.flow_controller.wanted(table.alive, shop.now) == 1, "somebody waits for an empty pool"
 
 
 def test_more_endpoints_are_wanted_for_a_pace_that_is_measured() -> None:
     shop = filled(20)
     for _ in range(7):
         shop.one_ends(after=0.3)
-        assert shop.flow_controller.wanted(shop.fleet.table, shop.now) <= 2, "it is what the longest has waited"
+        assert shop.flow_controller.wanted(shop.fleet.table.alive, shop.now) <= 2, "it is what the longest has waited"
     shop.one_ends(after=0.3)
-    assert shop.left_s() == pytest.approx(3.6) and shop.flow_controller.wanted(shop.fleet.table, shop.now) == 2
+    assert shop.left_s() == pytest.approx(3.6) and shop.flow_controller.wanted(shop.fleet.table.alive, shop.now) == 2
     for _ in range(28):
         shop.arrive()
-    assert shop.flow_controller.wanted(shop.fleet.table, shop.now) == GROWTH
+    assert shop.flow_controller.wanted(shop.fleet.table.alive, shop.now) == GROWTH
 
 
 def test_endpoints_that_cannot_serve_what_waits_need_no_more() -> None:
@@ -230,9 +231,27 @@ def test_endpoints_that_cannot_serve_what_waits_need_no_more() -> None:
     for _ in range(9):
         shop.arrive()
     assert len(shop.flow_controller) == 1
-    assert shop.flow_controller.wanted(shop.fleet.table, shop.now + 400.0) == 2 + GROWTH
+    assert shop.flow_controller.wanted(shop.fleet.table.alive, shop.now + 400.0) == 2 + GROWTH
     shop.fleet.up(Endpoint("e3", "e3:80"))
-    assert shop.flow_controller.wanted(shop.fleet.table, shop.now + 400.0) == 3 + GROWTH, "what it can is not known yet"
+    assert shop.flow_controller.wanted(shop.fleet.table.alive, shop.now + 400.0) == 3 + GROWTH, (
+        "what it can is not known yet"
+    )
+
+
+def test_each_role_wants_its_own_endpoints_only() -> None:
+    def wanted() -> list[int | None]:
+        demands = (Demand(role=role) for role in (PREFILL, DECODE))
+        return [demand.desired(shop.fleet, shop.flow_controller, shop.now + 400.0) for demand in demands]
+
+    shop = Shop()
+    for name in ("e1", "e2"):
+        shop.fleet.up(Endpoint(name, f"{name}:80", {ROLE_LABEL: "prefill"}))
+    shop.flow_controller.follow("p", AbleRules(lambda request, fleet, now: np.array([True, False, False])))
+    for _ in range(9):
+        shop.arrive()
+    assert wanted() == [2, GROWTH]
+    shop.fleet.down("e0")
+    assert wanted() == [2, 1], "the first that decodes"
 
 
 def test_not_all_that_wait_are_looked_at_to_know_what_they_can_use() -> None:
@@ -241,7 +260,7 @@ def test_not_all_that_wait_are_looked_at_to_know_what_they_can_use() -> None:
         shop.arrive()
     binder, seen = shop.flow_controller.flow.binder, []
     members = (seen.append(waiting) or waiting for waiting in shop.flow_controller.flow.queues.members())
-    assert binder.reach(members, shop.fleet.table) == 1
+    assert binder.reach(members, shop.fleet.table.alive) == 1
     assert len(seen) == 1, "it can use all"
 
 
@@ -252,4 +271,4 @@ def test_one_that_only_one_endpoint_can_serve_hides_nothing_of_what_else_waits()
     shop.flow_controller.follow("p", AbleRules(lambda request, fleet, now: np.array([True, *[request.id != 12] * 3])))
     for _ in range(12):
         shop.arrive()
-    assert shop.flow_controller.wanted(shop.fleet.table, shop.now + 400.0) == 4 * GROWTH
+    assert shop.flow_controller.wanted(shop.fleet.table.alive, shop.now + 400.0) == 4 * GROWTH
