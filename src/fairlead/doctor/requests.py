@@ -5,12 +5,15 @@ import secrets
 
 from msgspec import Struct
 
+from fairlead.core.endpoint import Endpoint
 from fairlead.doctor.http import Answer
-from fairlead.doctor.site import Site
+from fairlead.doctor.site import Site, tried
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 #: Token ids of the made-up prompt: within every vocabulary in use, above the control tokens.
 _FIRST_ID, _IDS = 1_000, 20_000
+#: One token each, with the space before.
+_WORDS = ("the", "and", "for", "are", "but", "not", "you", "all", "any", "can", "had", "her", "was")
 
 
 async def gateway_request(site: Site) -> tuple[str, bytes]:
@@ -22,11 +25,9 @@ async def gateway_request(site: Site) -> tuple[str, bytes]:
 
 
 def chat(model: str, words: int) -> bytes:
-    """A chat with a new prompt of at least this many tokens."""
-    nonce = secrets.token_hex(8)
-    text = " ".join(
-        ["fairlead doctor", nonce, *(f"{nonce[index % 12 : index % 12 + 4]}{index}" for index in range(words))]
-    )
+    """A chat with a new prompt of at least this many tokens, and few more: every vocabulary has these words."""
+    start = f"fairlead doctor {secrets.token_hex(8)}"
+    text = " ".join([start, *(_WORDS[index % len(_WORDS)] for index in range(words))])
     messages = [{"role": "user", "content": text}]
     return json.dumps({"model": model, "max_tokens": 1, "messages": messages}).encode()
 
@@ -57,24 +58,54 @@ def usage(answer: Answer) -> ReportedUsage:
 #: What vLLM says of a path that its model cannot serve, besides 404 for those that it does not have.
 _CANNOT = "does not support"
 _NO_PATH = ("404 ", "405 ", "501 ")
+_EMBEDDINGS = "/v1/embeddings"
 
 
-def answers_none(error: str) -> bool:
-    """Whether a model server answers no prompts at all, as those of embedding models. `error`: as `shown` gives it. The
-    name of the model is the server's own, so 404 is not about that."""
-    return error.startswith(_NO_PATH) or _CANNOT in error
+async def embeds_only(site: Site, endpoint: Endpoint, error: str) -> bool:
+    """Whether a model server answers no prompts, as those of embedding models. `error`: what it said to a completion,
+    as `shown` gives it. A wrong address or path prefix gives 404 and its like too, so then embeddings are asked for."""
+    if _CANNOT in error:
+        return True
+    if not error.startswith(_NO_PATH):
+        return False
+    body = json.dumps({"model": await site.model(endpoint), "input": [_FIRST_ID]}).encode()
+    url = f"http://{endpoint.address}{_EMBEDDINGS}"
+    answer = await tried(site.client.post(url, body, await site.upstream_headers()))
+    return isinstance(answer, Answer) and answer.status == 200
 
 
-#: The block size in tokens if none is known, and the largest for which prompts are made longer.
+#: The block size in tokens if none is known, and the largest of which a prompt fills several.
 _USUAL_SIZE, _LARGEST_SIZE = 16, 1024
 #: The fewest blocks that a prompt fills: of up to 64 tokens, and larger ones, as hybrid models have.
 _BLOCKS, _LARGE_BLOCKS = 6, 3
+#: The fewest tokens of such a prompt: a block of any size that is usual, for engines that do not say theirs.
+_LEAST = 256
+#: The most tokens that stand around the words of a chat, with the answer. An engine keeps at least one token of a
+#: prompt to compute.
+_AROUND = 128
 
 
-def filling(size: int) -> int:
-    """The tokens of a prompt that fills some blocks of `size` tokens; 0 = unknown. Engines report only full blocks."""
-    size = size or _USUAL_SIZE
-    return max(_BLOCKS * min(size, 64), _LARGE_BLOCKS * min(size, _LARGEST_SIZE))
+class Filling(Struct, frozen=True):
+    """A prompt of `tokens` fills blocks of `size` tokens. `why_not`: why no prompt can; empty = one can."""
+
+    tokens: int
+    why_not: str = ""
+
+
+async def filling(site: Site, endpoint: Endpoint, size: int = 0) -> Filling:
+    """The prompt that fills some blocks of an endpoint, within its `max_model_len`. Engines report only full blocks.
+    `size`: of a block, in tokens, if more is known than the metrics page says."""
+    reading = await site.reading(endpoint)
+    size = max(size, reading.sample.block_size if reading is not None else 0) or _USUAL_SIZE
+    least = size + _AROUND
+    wanted = max(_LEAST, _BLOCKS * min(size, 64), _LARGE_BLOCKS * min(size, _LARGEST_SIZE), least)
+    context = (await site.contexts(endpoint)).get(await site.model(endpoint), wanted + _AROUND)
+    if least + _AROUND > context:
+        needed = (
+            f"blocks of {size:,} tokens: needs {least + _AROUND:,} tokens with the answer, max_model_len is {context:,}"
+        )
+        return Filling(0, f"{needed}; not probed")
+    return Filling(min(wanted, context - _AROUND))
 
 
 def shown(answer: Answer) -> str:

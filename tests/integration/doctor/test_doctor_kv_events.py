@@ -84,21 +84,43 @@ async def test_an_engine_that_takes_another_rank_each_time_gives_no_finding(worl
     assert (found.findings, found.outcomes[0].state) == ((), "well")
 
 
-@pytest.mark.parametrize("size", [160, 544])
-async def test_large_blocks_give_no_finding(world: Any, pool_of: Listed, size: int) -> None:
-    """Without token ids of chats, the prompt is no longer than it must be."""
-    heard = {"endpoints": pool_of(await world.stubs(1, KvEventsConfig(), block_size=size)), **ON}
-    found = await world.examined(heard, ("kv-events", "kv-agreement"), probe=True)
-    assert codes(found) <= {"kv-agreement.no-tokens"}
+async def large_blocks(world: Any, pool_of: Listed, **stub: int) -> list[Examination]:
+    """What the two checks find that send prompts: without token ids of chats, with them, and with `kvEvents.bind`."""
+    heard = {"endpoints": pool_of(await world.stubs(1, KvEventsConfig(), **stub)), **ON}
+    found = [
+        await world.examined(config, ("kv-events", "kv-agreement"), probe=True)
+        for config in (heard, {**heard, **BY_ENGINE})
+    ]
     port = free_ports(1)[0]
-    dialled = {"endpoints": pool_of(await world.stubs(1, dialling(port), block_size=size))}
+    dialled = {"endpoints": pool_of(await world.stubs(1, dialling(port), **stub))}
     settings = {"enabled": True, "bind": f"tcp://127.0.0.1:{port}"}
-    found = await world.examined({**dialled, "kvEvents": settings}, ("kv-dialled",), probe=True)
-    assert codes(found) == set()
+    return [*found, await world.examined({**dialled, "kvEvents": settings}, ("kv-dialled",), probe=True)]
 
 
-async def test_an_embedding_model_answers_no_prompts_and_that_is_no_fault(world: Any) -> None:
+@pytest.mark.parametrize(("size", "context"), [(160, 0), (544, 0), (1024, 2048), (4096, 0), (4096, 4352)])
+async def test_large_blocks_give_no_finding(world: Any, pool_of: Listed, size: int, context: int) -> None:
+    """The prompt is no longer than it must be, nor than `max_model_len` allows."""
+    by_ids, by_engine, dialled = await large_blocks(world, pool_of, block_size=size, max_model_len=context)
+    assert codes(by_ids) <= {"kv-agreement.no-tokens"}
+    assert codes(by_engine) | codes(dialled) == set()
+
+
+async def test_blocks_that_no_prompt_fills_are_not_probed(world: Any, pool_of: Listed) -> None:
+    by_ids, by_engine, dialled = await large_blocks(world, pool_of, block_size=4096, max_model_len=4200)
+    assert codes(by_ids) == codes(by_engine) == {"kv-agreement.no-answers"}
+    assert codes(dialled) == {"kv-dialled.no-answers"}
+    evidence = {one.evidence for examination in (by_ids, dialled) for one in examination.findings}
+    needed = "blocks of 4,096 tokens: needs 4,352 tokens with the answer, max_model_len is 4,200; not probed"
+    assert evidence == {needed}
+
+
+@pytest.mark.parametrize("embeds", [True, False])
+async def test_an_embedding_model_answers_no_prompts_and_that_is_no_fault(world: Any, embeds: bool) -> None:
+    """A server of answers behind a wrong address says 404 too."""
+
     async def engine(request: web.Request) -> web.Response:
+        if embeds and request.path == "/v1/embeddings":
+            return web.json_response({"data": [{"embedding": [0.5]}]})
         if request.path not in ("/v1/models", "/metrics"):
             return web.json_response({"detail": "Not Found"}, status=404)
         async with session.get(f"http://{stub}{request.path}") as sent:
@@ -112,10 +134,11 @@ async def test_an_embedding_model_answers_no_prompts_and_that_is_no_fault(world:
     async with aiohttp.ClientSession() as session:
         settings = {"enabled": True, "port": own, "replayPort": of_replays}
         found = await world.examined({**pool, "kvEvents": settings}, ("kv-agreement",), probe=True)
-        assert codes(found) == {"kv-agreement.no-answers"}
+        assert codes(found) == {"kv-agreement.no-answers" if embeds else "kv-agreement.failed"}
         settings = {"enabled": True, "bind": f"tcp://127.0.0.1:{port}"}
         found = await world.examined({**pool, "kvEvents": settings}, ("kv-dialled",), probe=True)
-        assert codes(found) == {"kv-dialled.no-answers"}
+        assert codes(found) == {"kv-dialled.no-answers" if embeds else "kv-dialled.nobody"}
+        assert '/v1/completions: 404 {"detail": "Not Found"}' in found.findings[0].evidence
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

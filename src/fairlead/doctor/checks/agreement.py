@@ -20,9 +20,9 @@ from fairlead.doctor.requests import (
     CHAT,
     COMPLETIONS,
     ReportedUsage,
-    answers_none,
     chat,
     completion,
+    embeds_only,
     filling,
     shown,
     usage,
@@ -122,7 +122,8 @@ async def tokens(site: Site) -> list[Finding]:
 
 
 FAILED = Kind(
-    "kv-agreement.failed", Severity.CRITICAL, "a small request to an endpoint fails", "see the evidence", _LOW_HITS,
+    "kv-agreement.failed", Severity.CRITICAL, "a small request to an endpoint fails",
+    "see the evidence; after 404, 405 or 501, correct the endpoint's address", _LOW_HITS,
 )  # fmt: skip
 SIZE = Kind(
     "kv-agreement.block-size", Severity.ERROR, "predictions are wrong: the block size is not the engine's",
@@ -166,7 +167,7 @@ NOT_ALLOWED = Kind(
     "nothing; the predictions of KV events could not be compared", _SELF_CHECK,
 )  # fmt: skip
 NO_ANSWERS = Kind(
-    "kv-agreement.no-answers", Severity.NOTE, "a model server answers no prompts, as those of embedding models",
+    "kv-agreement.no-answers", Severity.NOTE, "a model server answers embeddings only, or no prompt that fills a block",
     "nothing; the predictions of KV events could not be compared", _SELF_CHECK,
 )  # fmt: skip
 _CAUSES = {
@@ -196,10 +197,9 @@ class _Pair(NamedTuple):
     received: bool
 
 
-async def _prompt(site: Site, model: str, address: str, size: int) -> _Prompt:
+async def _prompt(site: Site, model: str, address: str, words: int) -> _Prompt:
     """The prompt to send: a chat if chats can be tokenised, otherwise token ids. `tokens.reason`: why neither works."""
     tokeniser, settings = await site.tokeniser(), settings_of(site, model)
-    words = filling(size)
     body = chat(model, words)
     parsed = parse_request(CHAT, body)
     if settings is not None and settings.render == "engine":
@@ -238,17 +238,19 @@ async def _sent(site: Site, address: str, prompt: _Prompt) -> ReportedUsage | st
 
 async def _kv_agreement_of(site: Site, kv: KvListening, slot: int) -> list[Finding]:
     endpoint = kv.endpoints[slot]
-    model, reading = await site.model(endpoint), await site.reading(endpoint)
-    shown_size = reading.sample.block_size if reading is not None else 0
-    size = max([shown_size, *(cache.block_size for cache in kv.caches(slot))])
-    prompt = await _prompt(site, model, endpoint.address, size)
+    filled = await filling(site, endpoint, max((cache.block_size for cache in kv.caches(slot)), default=0))
+    if filled.why_not:
+        return [NO_ANSWERS.at(endpoint.id, filled.why_not)]
+    prompt = await _prompt(site, await site.model(endpoint), endpoint.address, filled.tokens)
     if prompt.tokens.reason:
         return []  # the check `tokens` reports why
     known = kv.event_count(slot)
     first = await _sent(site, endpoint.address, prompt)
     if isinstance(first, str):
-        kind = NOT_ALLOWED if first.startswith(("401 ", "403 ")) else NO_ANSWERS if answers_none(first) else FAILED
-        return [kind.at(endpoint.id, first)]
+        if first.startswith(("401 ", "403 ")):
+            return [NOT_ALLOWED.at(endpoint.id, first)]
+        kind = NO_ANSWERS if await embeds_only(site, endpoint, first) else FAILED
+        return [kind.at(endpoint.id, f"{prompt.path}: {first}")]
     pair = await _asked_again(site, kv, slot, prompt, known)
     if isinstance(pair, str):
         return [FAILED.at(endpoint.id, pair)]

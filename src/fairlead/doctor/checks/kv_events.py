@@ -16,7 +16,7 @@ from fairlead.core.trust import SEED as WRONG_SEED
 from fairlead.core.trust import Case, diagnose
 from fairlead.doctor.http import Answer
 from fairlead.doctor.kv_listening import KvListening, listening
-from fairlead.doctor.requests import COMPLETIONS, answers_none, completion, filling, shown
+from fairlead.doctor.requests import COMPLETIONS, completion, embeds_only, filling, shown
 from fairlead.doctor.run import Finding, Kind, Severity, Skipped, check
 from fairlead.doctor.site import Site, series, tried
 from fairlead.pool.kv_events import discovery
@@ -183,7 +183,7 @@ NO_EVENTS = Kind(
 )  # fmt: skip
 
 NO_ANSWERS = Kind(
-    "kv-dialled.no-answers", Severity.NOTE, "a model server answers no prompts, as those of embedding models",
+    "kv-dialled.no-answers", Severity.NOTE, "a model server answers embeddings only, or no prompt that fills a block",
     "nothing; whether its events arrive could not be checked", _BELIEVED,
 )  # fmt: skip
 RANKS = Kind(
@@ -197,8 +197,6 @@ ROUNDS = (0.5, 1.0, 2.0, 4.0, 4.0)
 #: Seconds to wait for the traffic of clients if the check may not send requests.
 _WITHOUT_PROBE = 3.0
 _POLL = 0.1
-#: The fewest tokens of a request that makes an engine send events: a block of any size that is usual.
-_LEAST = 256
 
 
 class _Received(Struct, frozen=True):
@@ -215,19 +213,22 @@ _Look = Callable[[], Awaitable[_Received]]
 
 class _Listened(Struct, frozen=True):
     """What had arrived when the check ended, after `seconds`, and after `requests` to each silent endpoint.
-    `unable`: by endpoint, the error of those that answer no prompts."""
+    `unable`: by endpoint, why it cannot be asked. `errors`: by endpoint, its last error."""
 
     received: _Received
     seconds: float
     requests: int
     unable: dict[str, str]
+    errors: dict[str, str]
 
     def without_events(self) -> list[Finding]:
         asked = "one request" if self.requests == 1 else f"{self.requests} requests"
         evidence = f"nothing was heard in {self.seconds:.1f} s, after {asked} to it"
         silent = [endpoint.id for endpoint in self.received.silent] if self.requests else []
         return [
-            NO_ANSWERS.at(name, self.unable[name]) if name in self.unable else NO_EVENTS.at(name, evidence)
+            NO_ANSWERS.at(name, self.unable[name])
+            if name in self.unable
+            else NO_EVENTS.at(name, evidence + (f"; {self.errors[name]}" if name in self.errors else ""))
             for name in silent
         ]
 
@@ -237,6 +238,7 @@ async def _listened(site: Site, look: _Look, seconds: Sequence[float]) -> _Liste
     now = asyncio.get_running_loop().time
     started, requests, received = now(), 0, await look()
     unable: dict[str, str] = {}
+    errors: dict[str, str] = {}
     for length in seconds:
         before, end = received.strange, now() + length
         async with asyncio.TaskGroup() as group:
@@ -244,25 +246,32 @@ async def _listened(site: Site, look: _Look, seconds: Sequence[float]) -> _Liste
                 requests += 1
                 for endpoint in received.silent:
                     if endpoint.id not in unable:
-                        group.create_task(_asked(site, endpoint, unable))
+                        group.create_task(_asked(site, endpoint, unable, errors))
             while now() < end and received.strange - before < len(received.silent):
                 await asyncio.sleep(_POLL)
                 received = await look()
         if received.strange - before >= len(received.silent):
             break
-    return _Listened(received, now() - started, requests, unable)
+    return _Listened(received, now() - started, requests, unable, errors)
 
 
-async def _asked(site: Site, endpoint: Endpoint, unable: dict[str, str]) -> None:
-    """Send the engine a request, so that it has something to report. Notes its error in `unable` if it answers none."""
-    reading = await site.reading(endpoint)
-    tokens = max(filling(reading.sample.block_size if reading is not None else 0), _LEAST)
-    body = completion(await site.model(endpoint), tokens)
+async def _asked(site: Site, endpoint: Endpoint, unable: dict[str, str], errors: dict[str, str]) -> None:
+    """Send the engine a request, so that it has something to report. Notes in `unable` why it cannot be asked, and in
+    `errors` what else it answers."""
+    filled = await filling(site, endpoint)
+    if filled.why_not:
+        unable[endpoint.id] = filled.why_not
+        return
+    body = completion(await site.model(endpoint), filled.tokens)
     answer = await tried(
         site.client.post(f"http://{endpoint.address}{COMPLETIONS}", body, await site.upstream_headers())
     )
-    if isinstance(answer, Answer) and answer.status != 200 and answers_none(shown(answer)):
-        unable[endpoint.id] = shown(answer)
+    if isinstance(answer, Answer) and answer.status == 200:
+        errors.pop(endpoint.id, None)
+        return
+    error = shown(answer) if isinstance(answer, Answer) else str(answer)
+    noted = unable if await embeds_only(site, endpoint, error) else errors
+    noted[endpoint.id] = f"{COMPLETIONS}: {error}"
 
 
 async def _by_scheduler(site: Site) -> list[Finding]:
