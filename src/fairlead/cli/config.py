@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from fairlead.cli.basics import DEFAULT_FILE, echo_json
-from fairlead.cli.options import ConfigFile, completion, wrapped
+from fairlead.cli.options import ConfigFile, Workers, completion, wrapped
 from fairlead.cli.validate import run_validate
 
 _Name = Annotated[
@@ -108,6 +108,7 @@ def explain(
 def validate(
     file: ConfigFile = DEFAULT_FILE,
     as_json: Annotated[bool, typer.Option("--json", help="Problems and notes as JSON.")] = False,
+    workers: Workers = 1,
 ) -> None:
     """Check a configuration and print every problem with its line, its path and, if there is one, a hint.
 
@@ -118,5 +119,6 @@ def validate(
     Examples:
       fairlead validate examples/minimal.yaml
       fairlead validate fairlead.yaml --json | jq .problems
+      fairlead validate fairlead.yaml --workers 4
     """
-    raise typer.Exit(run_validate(file, as_json))
+    raise typer.Exit(run_validate(file, as_json, workers))

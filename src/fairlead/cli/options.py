@@ -21,6 +21,10 @@ S = TypeVar("S", bound=Struct)
 OTHER_PORT = "this is not Fairlead's admin port (admin.port, default 9090)"
 
 
+WORKERS_NEED = "workers need the embedded gateway; without it, start several processes"
+Workers = Annotated[
+    int, typer.Option(metavar="N", min=1, max=64, help="Schedulers that decide as one. See docs/replicas.md.")
+]
 ConfigFile = Annotated[
     Path,
     typer.Argument(metavar="FILE", help="Configuration, YAML or JSON.", callback=config_file),

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fairlead.cli.basics import DEFAULT_FILE, without_collection
-from fairlead.cli.options import ConfigFile, examples
+from fairlead.cli.options import WORKERS_NEED, ConfigFile, Workers, examples
 from fairlead.core.errors import ConfigError
 
 #: Fields of the configuration, and the flags that set them; also those of the reference picker.
@@ -81,9 +81,6 @@ _RunningGateway = Annotated[
 # A parent process of an older version, whose files were replaced while it ran, gives these two flags instead.
 _GatewayAdmin = Annotated[list[str] | None, typer.Option("--gateway-admin", help="Its admin pages.", hidden=True)]
 _GatewayPool = Annotated[str, typer.Option("--gateway-pool", help="Its file of endpoints.", hidden=True)]
-_Workers = Annotated[
-    int, typer.Option(metavar="N", min=1, max=64, help="Schedulers that decide as one. See docs/replicas.md.")
-]
 
 
 def _port(text: str) -> Any:
@@ -105,7 +102,7 @@ def serve(
     running_gateway: _RunningGateway = "{}",
     gateway_admin: _GatewayAdmin = None,
     gateway_pool: _GatewayPool = "",
-    workers: _Workers = 1,
+    workers: Workers = 1,
     inherited: Annotated[str, typer.Option("--flags", help="Values that count before the file's.", hidden=True)] = "",
     port: Annotated[int, _port("Where clients connect: gateway.port.")] = 0,
     admin_port: Annotated[int, _port("Dashboard and metrics: admin.port.")] = 0,
@@ -180,7 +177,7 @@ def serve_file(
         elif content is not None and flags.get("gateway", {}).get("port"):
             raise ConfigError("no gateway listens there: the configuration says gateway: none", "--port")
         elif workers > 1:
-            raise ConfigError("workers need the embedded gateway; without it, start several processes", "--workers")
+            raise ConfigError(WORKERS_NEED, "--workers")
         if gateway.workers > 1:
             name_worker(gateway.worker)
         from fairlead.pool.lookups import run

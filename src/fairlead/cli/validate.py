@@ -7,18 +7,24 @@ from typing import TYPE_CHECKING
 from fairlead.cli.basics import WRONG_INPUT, echo_json, without_collection
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fairlead.config.problems import Place, Problem
     from fairlead.config.schema import Config
 
 
-def run_validate(file: Path, as_json: bool) -> int:
-    """Print the file's problems, or a summary of it. Returns the exit code. Raises `ConfigError`."""
+def run_validate(file: Path, as_json: bool, workers: int = 1) -> int:
+    """Print the file's problems, or a summary of it. `workers`: as for `serve`. Returns the exit code. Raises
+    `ConfigError`."""
     with without_collection():
         from fairlead.compat.load import examine
 
         config, report = examine(file)
+    if config is not None and workers > 1:
+        report.problems += _workers_problems(config, workers, report.line)
     names, wrong = _names(config) if config is not None else ("", [])
     keys = _keys_problems(config) if config is not None else []
-    summary = _summary(config) if config is not None and not (keys or wrong) else ""
+    summary = _summary(config) if config is not None and not (report.problems or keys or wrong) else ""
     if as_json:
         named = [{"message": line} for line in (*wrong, *keys)]
         document = {"file": str(file), "valid": bool(summary), "problems": [*report.problems, *named]}
@@ -35,6 +41,21 @@ def run_validate(file: Path, as_json: bool) -> int:
 
 def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
+
+
+def _workers_problems(config: "Config", workers: int, line: "Callable[[Place], int]") -> "list[Problem]":
+    from fairlead.cli.options import WORKERS_NEED
+    from fairlead.config.problems import Problem
+    from fairlead.core.errors import ConfigError
+    from fairlead.server.embedded import check_workers
+
+    if config.gateway.mode != "embedded":
+        return [Problem("--workers", 0, WORKERS_NEED)]
+    try:
+        check_workers(config, workers)
+    except ConfigError as error:
+        return [Problem(error.path, line(tuple(error.path.split(".")[1:])), error.message)]
+    return []
 
 
 def _keys_problems(config: "Config") -> list[str]:

@@ -9,9 +9,9 @@ from fairlead.cli.main import main
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-def validate(file: Path) -> int:
+def validate(file: Path, *options: str) -> int:
     with pytest.raises(SystemExit) as stopped:
-        main(["validate", str(file)])
+        main(["validate", str(file), *options])
     return int(stopped.value.code or 0)
 
 
@@ -74,6 +74,29 @@ def test_what_is_wrong_as_a_whole_has_no_path(tmp_path: Path, capsys: pytest.Cap
     file.write_text("endpoints: [\n")
     assert validate(file) == 2
     assert capsys.readouterr().out.startswith(f"{file}:1: not valid YAML")
+
+
+@pytest.mark.parametrize(
+    ("more", "where", "said"),
+    [
+        ("kvEvents: {bind: 'tcp://*:5557'}", "{}:2: $.kvEvents.bind: ", "workers cannot listen at one address"),
+        ("journal: {path: j, maxBytes: 3Mi}", "{}:2: $.journal.maxBytes: ", "4 workers share it"),
+        ("gateway: none", "--workers: ", "workers need the embedded gateway"),
+    ],
+)
+def test_what_workers_cannot_share_is_a_problem_with_workers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, where: str, said: str
+) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text(f"endpoints: ['10.0.0.1:1']\n{more}\n")
+    assert validate(file) == 0
+    capsys.readouterr()
+    assert validate(file, "--workers", "4") == 2
+    out = capsys.readouterr().out
+    assert out.startswith(where.format(file) + said)
+    assert out.endswith("\n1 problem\n")
+    file.write_text("endpoints: ['10.0.0.1:1']\n")
+    assert validate(file, "--workers", "4", "--json") == 0
 
 
 def test_notes_do_not_make_it_invalid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
