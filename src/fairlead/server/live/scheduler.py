@@ -1,9 +1,9 @@
 """One running scheduler, of one pool or several: starts it, applies configuration changes, and stops it.
 
 The parts start in this order: pools (scraper, endpoints), admin port, KEDA's external scaler, the watch of the
-configuration file, ext_proc port. On SIGTERM or SIGINT the scheduler first reports itself as not ready. Then running
-streams finish while the admin port still serves pages. Then the other parts stop, the pools last. The embedded gateway
-is not part of this: it must outlive a scheduler that dies, see `embedded`.
+configuration file, ext_proc port. On SIGTERM or SIGINT the scheduler first reports itself as not ready, and answers
+until gateways have noticed. Then running streams finish while the admin port still serves pages. Then the other parts
+stop, the pools last. The embedded gateway is not part of this: it must outlive a scheduler that dies, see `embedded`.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from fairlead.gateway.envoy.admin import EnvoyAdmin
 from fairlead.gateway.envoy.clusters import PoolWriter
 from fairlead.gateway.envoy.process import BOOTSTRAP, LAST_CONFIG
 from fairlead.gateway.h2_limits import ByteBudget
-from fairlead.gateway.health import HealthService
+from fairlead.gateway.health import EXT_PROC, HealthService, ServingStatus
 from fairlead.gateway.memory import FEW_FILES, memory_limit, raise_file_limit
 from fairlead.gateway.server import Server
 from fairlead.gateway.tls import ServerTls
@@ -56,6 +56,8 @@ _STOPPING = "shutting down"
 
 #: Seconds between two checks while something is waited for.
 _POLL = 0.05
+#: Seconds in which a gateway notices that this scheduler is not ready: two health checks of `fairlead envoy config`.
+_NOTICE_S = 2.5
 #: The default limit of `parsing.maxBufferedBytes`; lower on machines with little memory.
 _MOST_BUFFERED = 128 << 20
 
@@ -134,8 +136,6 @@ class Live:
             await self._ending.asked.wait()
             if self.kube is not None:
                 await self.kube.hand_over()
-            self._set_ready("stop", _STOPPING)
-            self.serving.empty_queue()
 
     def _take(self, pool: PoolScheduler) -> None:
         """Store the scheduler of the only pool and shortcuts to its parts."""
@@ -277,6 +277,12 @@ class Live:
             self._pool.close()  # the gateway removes the file at its end
         self.serving.empty_queue()
 
+    def _is_checked(self) -> bool:
+        """Whether a gateway takes this scheduler as healthy and may have others to ask. An embedded gateway has none
+        but the other workers, and when it stops, it has sent its last request."""
+        alone = bool(self._gateway) and (self._beside.workers == 1 or self.health.leaving)
+        return self.health.asked and not alone and self.health.status(EXT_PROC) is ServingStatus.SERVING
+
     async def _finish(self, server: Server) -> None:
         """Give requests in flight time to finish. A second signal cuts them off."""
         await until_set(self._ending.at_once, self._drain(server))
@@ -284,10 +290,15 @@ class Live:
             await server.close(0.0)
 
     async def _drain(self, server: Server) -> None:
-        """Wait up to `DRAIN_SECONDS` until no request runs, then close the server. The gateway's access log stream
-        reports the ends of requests and never ends by itself, so it is closed after the last request."""
+        """Report this scheduler as not ready, and go on answering until the gateway has noticed. Then wait until no
+        request runs, all in all up to `DRAIN_SECONDS`, and close the server. The gateway's access log stream reports
+        the ends of requests and never ends by itself, so it is closed after the last request."""
         loop = asyncio.get_running_loop()
         until = loop.time() + DRAIN_SECONDS
+        notice_s = _NOTICE_S if self._is_checked() else 0.0
+        self._set_ready("stop", _STOPPING)
+        await asyncio.sleep(notice_s)
+        self.serving.empty_queue()  # only now, because a stopped queue refuses new requests
         server.drain()
         while self.serving.leases and loop.time() < until:
             await asyncio.sleep(_POLL)

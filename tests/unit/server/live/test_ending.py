@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 from aiohttp import ClientSession
 from msgspec.structs import replace
+from ports import free_port
 
 from fairlead.compat.load import load
 from fairlead.core.events import PeerHeard, RequestArrived, ResponseEnded
@@ -136,3 +137,34 @@ async def test_signals_of_other_servers_end_nothing(busy: Busy, caplog: pytest.L
             while "stopping;" not in caplog.text:
                 await asyncio.sleep(0.01)
     assert not busy.run.done()
+
+
+async def test_a_gateway_that_checks_its_health_notices_before_it_closes(tmp_path: Path) -> None:
+    """Otherwise requests go past the other schedulers of that gateway until its next health check."""
+    grpc = pytest.importorskip("grpc", reason="needs grpcio: pip install 'fairlead[grpc]'")
+    collector, file, port = gc.get_threshold(), tmp_path / "f.yaml", free_port()
+    file.write_text(FILE.replace("port: 0}\nals", f"port: {port}}}\nals"))
+    live = Live(load(file))
+    run = asyncio.create_task(live.run())
+
+    async def check() -> bytes:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            asks = channel.unary_unary("/grpc.health.v1.Health/Check")
+            answer: bytes = await asks(b"\x0a" + bytes([len(EXT_PROC)]) + EXT_PROC.encode(), wait_for_ready=True)
+            return answer
+
+    try:
+        async with asyncio.timeout(30):
+            while await check() != b"\x08\x01":
+                await asyncio.sleep(0.01)
+            live.stop()
+            await asyncio.sleep(1.0)
+            assert await check() == b"\x08\x02", "a new connection is told that it is not ready"
+            live.driver.feed(RequestArrived(replace(request(model="m"), id=1, arrived=0.0)))
+            assert live.serving.leases == 1, "requests are still decided"
+            live.driver.feed(ResponseEnded(request_id=1, status=200))
+            await run
+    finally:
+        run.cancel()
+        gc.unfreeze()
+        gc.set_threshold(*collector)
