@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tcp import TcpServer
 from tellers import PATIENCE, Teller, agree, running, until
+from valkey import Valkey as SyncValkey
 from valkey.asyncio import Valkey
 from valkey.exceptions import OutOfMemoryError
 from valkey_server import ValkeyServer
@@ -308,7 +309,7 @@ async def test_a_primary_that_becomes_a_replica_is_said_and_back_again(server: V
             await client.execute_command("REPLICAOF", "127.0.0.1", "1")
             one.say("meanwhile")
             await until(lambda: one.replicas.trouble())
-            assert "takes no writes; in replicas.via name an address that follows" in one.replicas.trouble()
+            assert "this is a replica: name the primary, its sentinels, or" in one.replicas.trouble()
             await client.execute_command("REPLICAOF", "NO", "ONE")
         await until(lambda: agree(one, other))
 
@@ -460,3 +461,66 @@ async def test_what_somebody_else_adds_to_the_stream_does_no_harm(server: Valkey
             await client.sadd("{fairlead:pool}:replicas", b"\xff\xfe", b"")
         one.say("word")
         await until(lambda: agree(one, other))
+
+
+class Sentinels:
+    """A primary, its replica, and three sentinels that follow them. `password`: of the sentinels; empty = none."""
+
+    def __init__(self, directory: Path, password: str) -> None:
+        self.servers = [ValkeyServer(_made(directory / f"v{i}")) for i in range(2)]
+        primary, replica = self.servers
+        primary.start("--requirepass", "geheim", "--masterauth", "geheim")
+        followed = ("--replicaof", f"127.0.0.1 {primary.port}", "--repl-diskless-sync-delay", "0")
+        replica.start("--requirepass", "geheim", "--masterauth", "geheim", *followed)
+        self.sentinels = [ValkeyServer(_made(directory / f"s{i}")) for i in range(3)]
+        for i, sentinel in enumerate(self.sentinels):
+            file = directory / f"s{i}" / "sentinel.conf"
+            lines = [f"monitor known 127.0.0.1 {primary.port} 2", "auth-pass known geheim"]
+            lines += ["down-after-milliseconds known 1000", "failover-timeout known 3000"]
+            own = [f"requirepass {password}", f"sentinel sentinel-pass {password}"] if password else []
+            file.write_text("".join(f"{line}\n" for line in [*(f"sentinel {line}" for line in lines), *own]))
+            sentinel.start(file=file, sentinel=True)
+
+    @property
+    def url(self) -> str:
+        return f"valkey+sentinel://{','.join(f'127.0.0.1:{each.port}' for each in self.sentinels)}/known/1"
+
+    def kill(self) -> None:
+        for each in (*self.sentinels, *self.servers):
+            each.kill()
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir()
+    return directory
+
+
+@pytest.mark.parametrize("password", ["", "geheim"])
+async def test_sentinels_name_the_primary_also_after_it_died(tmp_path: Path, password: str) -> None:
+    site, secret = Sentinels(tmp_path, password), tmp_path / "password"
+    secret.write_text("geheim\n")
+    one, other = (Teller(name, site.url, password_file=str(secret)) for name in "ab")
+    lonely = Teller("c", site.url.replace("/known/", "/other/"), password_file=str(secret))
+    replica = Teller("d", f"valkey://127.0.0.1:{site.servers[1].port}/1", password_file=str(secret))
+    try:
+        async with running(one, other, lonely, replica):
+            one.say("before")
+            await until(lambda: agree(one, other) and other.known)
+            assert "no sentinel names a primary other" in lonely.replicas.trouble()
+            assert "this is a replica: name the primary, its sentinels, or" in replica.replicas.trouble()
+            site.sentinels[0].kill()  # two of three suffice
+            await until(lambda: _replicates(site.servers[0].port))
+            site.servers[0].kill()
+            await until(lambda: one.replicas.problem and other.replicas.problem)
+            assert "geheim" not in one.replicas.trouble()
+            one.say("meanwhile")
+            await until(lambda: agree(one, other) and not one.replicas.problem and not other.replicas.problem)
+            assert "meanwhile" in other.known["a"]
+    finally:
+        site.kill()
+
+
+def _replicates(port: int) -> bool:
+    """Whether a replica is in sync with the server, and may be promoted."""
+    with SyncValkey(port=port, password="geheim") as client:
+        return "state=online" in str(client.info("replication").get("slave0", "")).replace("': '", "=")

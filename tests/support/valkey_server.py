@@ -37,13 +37,16 @@ class ValkeyServer:
     def url(self) -> str:
         return f"valkey://127.0.0.1:{self.port}"
 
-    def start(self, *options: str) -> Self:
-        """`options`: as on the server's command line. Returns once it can be connected to."""
+    def start(self, *options: str, file: Path | None = None, sentinel: bool = False) -> Self:
+        """`options`: as on the server's command line. `file`: its configuration. Returns once it can be
+        connected to."""
         log = (self._directory / "valkey.log").open("ab")
         with log:
-            fixed = ("--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._directory))
+            kept = () if sentinel else ("--save", "")
+            fixed = ("--port", str(self.port), "--bind", "127.0.0.1", *kept, "--dir", str(self._directory))
+            first = (*([] if file is None else [str(file)]), *(["--sentinel"] if sentinel else []))
             self._process = subprocess.Popen(
-                (self._binary, *fixed, *options), stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                (self._binary, *first, *fixed, *options), stdout=log, stderr=log, stdin=subprocess.DEVNULL
             )
         until = time.monotonic() + _START_S
         while time.monotonic() < until and self._process.poll() is None:

@@ -874,11 +874,15 @@ class ReplicaSettings(Section):
     via: str = Field(
         default="",
         pattern=r"^((valkey|redis)s?://([^@/?#\s]*@)?([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[0-9]{1,5})?"
+        r"|(valkey|redis)s?\+sentinel://([^@/?#\s]*@)?"
+        r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(,([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?)*"
+        r"/[^@/?#\s]+(/[0-9]{1,5})?"
         r"|unix://([^@/?#\s]*@)?/[^?#\s]+(\?db=[0-9]{1,5})?|file:///[^?#\s]+)?$",
-        examples=["valkey://USER@HOST:PORT/DB", "unix:///PATH", "file:///PATH"],
+        examples=["valkey://USER@HOST:PORT/DB", "valkey+sentinel://HOST,HOST/NAME", "unix:///PATH", "file:///PATH"],
         description="The Valkey or Redis server through which the schedulers exchange facts: "
-        "`valkey://USER@HOST:PORT/DB`, `valkeys://…` with TLS, or `unix:///PATH`. `file:///PATH`: a directory, if all "
-        "schedulers are on one machine.",
+        "`valkey://USER@HOST:PORT/DB`, `valkeys://…` with TLS, or `unix:///PATH`. What Sentinel calls NAME: "
+        "`valkey+sentinel://USER@HOST:PORT,HOST:PORT/NAME/DB`, or `valkeys+sentinel://…`. `file:///PATH`: a directory, "
+        "if all schedulers are on one machine.",
     )
     password_file: RelativePath = Field(default="", description="File with its password, read for each connection.")
     ca_file: RelativePath = Field(default="", description="PEM bundle for TLS; empty = the system's.")

@@ -7,7 +7,6 @@ of the link as metrics, notes and troubles.
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from urllib.parse import urlsplit
 
 from msgspec import Struct
 from msgspec.structs import asdict
@@ -69,6 +68,23 @@ class Facts(Struct, frozen=True):
     waits: Callable[[], bool] = lambda: False
     #: Why the facts of another replica cannot be used; empty = they can.
     problem: Callable[[str], str] = lambda name: ""
+
+
+class Via(Struct, frozen=True):
+    """The parts of `replicas.via`. `user`: with password and @. `places`: HOST:PORT, several with Sentinel."""
+
+    scheme: str
+    user: str
+    places: tuple[str, ...]
+    path: str
+
+
+def split_via(url: str) -> Via:
+    """The parts of a valid `replicas.via`. `urlsplit` refuses several hosts of which one is an IPv6 address."""
+    scheme, _, remainder = url.partition("://")
+    authority, slash, path = remainder.partition("/")
+    user, sign, places = authority.rpartition("@")
+    return Via(scheme, user + sign, tuple(places.split(",")), slash + path)
 
 
 class Peer(Struct):
@@ -169,8 +185,8 @@ class Replicas:
     @property
     def where(self) -> str:
         """The URL in `replicas.via` without user and password."""
-        parts = urlsplit(self._settings.via)
-        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        via = split_via(self._settings.via)
+        return f"{via.scheme}://{','.join(via.places)}{via.path.partition('?')[0]}"
 
     def trouble(self) -> str:
         """What is wrong with the link, as a text for people; empty = nothing."""

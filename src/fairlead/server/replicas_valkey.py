@@ -27,6 +27,9 @@ Rules
   snapshot replaces them beyond `MOST_UNSENT` bytes, and also after a lease: then the other replicas have lost this one
   and need a snapshot anyway.
 * All keys share a hash tag, so that in a cluster they are on the same node.
+* Where sentinels are named instead of a server, all are asked for the primary before each connection, and what most of
+  them say counts: one that is cut off may still name the former primary. That one refuses writes once it is a replica,
+  which ends the connection.
 
 Measured per batch of 1.5 kB, written and read: valkey with libvalkey takes 72-108 µs of CPU; valkey-glide takes
 123-213 µs and twice the memory (50 MB instead of 27); libvalkey under a protocol of our own takes 21-44 µs. There are
@@ -38,25 +41,29 @@ of 5 %.
 import asyncio
 import re
 import time
-from collections import deque
-from contextlib import nullcontext, suppress
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext, suppress
 from itertools import islice
 from math import inf
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from fairlead.core.endpoint import host_port
 from fairlead.core.errors import ConfigError
 from fairlead.pool.authorities import trusting
-from fairlead.server.replicas import SNAPSHOT_PAUSE_S, Own, Peer, Replicas, log
+from fairlead.server.replicas import SNAPSHOT_PAUSE_S, Own, Peer, Replicas, log, split_via
 
 #: `valkey.asyncio.Valkey`, whose type hints do not allow bytes as keys.
 Client = Any
 
 BATCH, SNAPSHOT, WANTED, GONE = b"batch", b"snapshot", b"wanted", b"gone"
 ORIGIN = b"from"
-#: Schemes of URLs.
-TLS = ("valkeys", "rediss")
+#: Schemes of URLs, and the end of those that name sentinels.
+TLS, SENTINEL = ("valkeys", "rediss"), "+sentinel"
+#: The port of sentinels, unless the URL has another; seconds that they get to answer.
+_SENTINEL_PORT, _SENTINEL_S = 26379, 1.0
 _CLOSED = re.compile("Connection (closed|lost|reset)")
 #: For how many leases the stream keeps an entry, at least.
 LEASES_KEPT = 3
@@ -84,11 +91,15 @@ class ValkeyReplicas(Replicas):
         """Raises `ConfigError` if the client is not installed."""
         super().__init__(own)
         try:
-            from valkey.exceptions import OutOfMemoryError, ValkeyError
+            from valkey.exceptions import OutOfMemoryError, ReadOnlyError, ValkeyError
         except ImportError as error:
             why = f"replicas need a client of Valkey ({error}): pip install 'fairlead[replicas]'"
             raise ConfigError(why, "$.replicas.via") from None
         self._failures, self._full = (ValkeyError, OSError, TimeoutError, UnicodeError), OutOfMemoryError
+        self._read_only = ReadOnlyError
+        scheme = split_via(own.settings.via).scheme
+        self._kind = scheme.removesuffix(SENTINEL)
+        self._asks_sentinels = scheme.endswith(SENTINEL)
         self._alone_since = time.monotonic()
         self._untold: deque[bytes] = deque()
         self._untold_bytes = 0
@@ -190,24 +201,68 @@ class ValkeyReplicas(Replicas):
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, _AGAIN_CAP_S)
 
-    def _client(self) -> Client:
-        """Make a client of the server. Raises `OSError` if the file with the password, the certificate authorities or
-        our certificate cannot be read, `ValueError` for a bad URL."""
+    @asynccontextmanager
+    async def _client(self) -> AsyncIterator[Client]:
+        """A client of the server. Raises `OSError` if the file with the password, the certificate authorities or our
+        certificate cannot be read or no sentinel names the server, `ValueError` for a bad URL."""
         from valkey.asyncio import Valkey
 
+        via, options = self._settings.via, self._options()
+        if self._asks_sentinels:
+            via = await self._primary(options)
+        async with Valkey.from_url(via, **options) as client:
+            yield client
+
+    def _options(self) -> dict[str, Any]:
         settings = self._settings
         # No `socket_timeout`: with it, the client would start a task for each command.
         options: dict[str, Any] = {"socket_connect_timeout": TIMEOUT_S}
         if settings.password_file:
             options["password"] = Path(settings.password_file).read_text(encoding="utf-8").strip()
-        if urlsplit(settings.via).scheme in TLS:
+        if self._kind in TLS:
             options["ssl_check_hostname"] = True
             trusting(settings.ca_file, settings.cert_dir)  # else the client's error would be one of the connection
             options["ssl_ca_certs"] = settings.ca_file or None
             if settings.cert_dir:
                 own = {"ssl_certfile": "tls.crt", "ssl_keyfile": "tls.key"}
                 options |= {option: str(Path(settings.cert_dir, file)) for option, file in own.items()}
-        return Valkey.from_url(settings.via, **options)
+        return options
+
+    async def _primary(self, options: dict[str, Any]) -> str:
+        """Ask the sentinels in `replicas.via` for the primary, and return its URL. Raises `OSError`."""
+        via = split_via(self._settings.via)
+        _, name, *database = via.path.split("/")
+        asked = [self._sentinel(place, via.user, name, options) for place in via.places]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        named = Counter(answer for answer in answers if isinstance(answer, str))
+        if not named:
+            why = str(answers[0]) or "no answer in time"
+            raise OSError(f"no sentinel names a primary {name}: {why}")
+        return f"{self._kind}://{via.user}{named.most_common(1)[0][0]}/{''.join(database)}"
+
+    async def _sentinel(self, where: str, user: str, name: str, options: dict[str, Any]) -> str:
+        """Ask one sentinel for HOST:PORT of the primary. Many have no password although the servers have one, so the
+        first attempt is without. Raises `OSError` if it knows none, and what the client raises."""
+        from valkey.exceptions import AuthenticationError
+
+        parts = urlsplit(f"//{where}")
+        place = host_port(parts.hostname or "", parts.port or _SENTINEL_PORT)
+        anonymous = {option: value for option, value in options.items() if option != "password"}
+        async with asyncio.timeout(_SENTINEL_S):
+            try:
+                primary = await self._ask(place, name, anonymous)
+            except AuthenticationError:
+                primary = await self._ask(user + place, name, options)
+        if primary is None:
+            raise OSError(f"{place} knows no such primary")
+        return host_port(*primary)
+
+    async def _ask(self, where: str, name: str, options: dict[str, Any]) -> tuple[str, int] | None:
+        from valkey.asyncio import Valkey
+
+        async with Valkey.from_url(f"{self._kind}://{where}", decode_responses=True, **options) as client:
+            primary: tuple[str, int] | None = await client.sentinel_get_master_addr_by_name(name)
+            return primary
 
     async def _make_room(self) -> None:
         with suppress(*self._failures):
@@ -218,12 +273,11 @@ class ValkeyReplicas(Replicas):
         now = time.monotonic()
         silent = "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__
         problem = f"{self.where}: {str(error) or silent}"
-        secure = urlsplit(self._settings.via).scheme in TLS
-        if self.problem and secure and _CLOSED.search(problem):  # again, so it is no restart
+        if isinstance(error, self._read_only):
+            why = "this is a replica: name the primary, its sentinels, or an address that follows it"
+            problem = f"{self.where}: {'the sentinels name a replica as the primary' if self._asks_sentinels else why}"
+        if self.problem and self._kind in TLS and _CLOSED.search(problem):  # again, so it is no restart
             why = "the server closes each connection; if it demands client certificates, see replicas.certDir"
-            problem = f"{self.where}: {why}"
-        elif "read only replica" in problem:  # as after a failover by Sentinel
-            why = "it is a replica, which takes no writes; in replicas.via name an address that follows the primary"
             problem = f"{self.where}: {why}"
         if not self.problem:
             self.counts.outages += 1

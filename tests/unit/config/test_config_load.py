@@ -452,7 +452,10 @@ def test_a_flood_of_problems_is_counted_not_listed() -> None:
 @pytest.mark.parametrize(
     ("text", "example"),
     [
-        ("replicas: {via: 'http://x'}", "'valkey://USER@HOST:PORT/DB' or 'unix:///PATH' or 'file:///PATH'"),
+        (
+            "replicas: {via: 'http://x'}",
+            "'valkey://USER@HOST:PORT/DB' or 'valkey+sentinel://HOST,HOST/NAME' or 'unix:///PATH' or 'file:///PATH'",
+        ),
         ("journal: {header: decision}", "'x-fairlead-decision'"),
         ("tracing: {endpoint: 'x:1'}", "'http://localhost:4318/v1/traces'"),
         ("gateway: {jwt: {issuer: a, jwksUri: 'http://x/'}}", "'https://HOST/PATH' or 'http://localhost:PORT/PATH'"),

@@ -48,6 +48,8 @@ UNSAFE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("replicas", {"replicas": {"via": "valkey://u@v:6379/0", "passwordFile": "token"}},
      {"replicas": {"via": "valkeys://u@v:6379/0", "passwordFile": "token"}}),
     ("replicas", {"replicas": {"via": "rediss://v:6379"}}, {"replicas": {"via": "redis://127.0.0.1:6379"}}),
+    ("replicas", {"replicas": {"via": "valkey+sentinel://127.0.0.1,[2001:db8::1]:1/m"}},
+     {"replicas": {"via": "valkey+sentinel://127.0.0.1,[::1]:1/m"}}),
     ("password", {"replicas": {"via": "valkeys://u:secret@v:6379"}}, {"replicas": {"via": "unix:///run/valkey.sock"}}),
     ("traces", {"tracing": {"endpoint": "http://otel:4318/v1/traces"}},
      {"tracing": {"endpoint": "https://otel:4318/v1/traces"}}),

@@ -13,6 +13,7 @@ from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Site
 from fairlead.gateway.envoy.routes import let_in
 from fairlead.pool.kube.auth import find_access
+from fairlead.server.replicas import split_via
 
 _REACHABLE = "docs/security.md#what-is-reachable-from-where"
 
@@ -196,7 +197,7 @@ def _schedulers(config: Config) -> Iterator[tuple[str, SchedulerSettings]]:
 def _clear(url: str) -> bool:
     """Whether the URL leads to another machine without TLS."""
     parts = urlsplit(url)
-    return parts.scheme in ("http", "valkey", "redis") and not is_loopback(parts.hostname or "")
+    return parts.scheme == "http" and not is_loopback(parts.hostname or "")
 
 
 def _services(config: Config) -> Iterator[Finding]:
@@ -205,12 +206,14 @@ def _services(config: Config) -> Iterator[Finding]:
     for name, url in (("url", indexer.url), ("warmFrom", indexer.warm_from)):
         if _clear(url):
             yield INDEXER.at(f"kvEvents.indexer.{name}")
-    via = urlsplit(replicas.via)
-    if _clear(replicas.via):
+    via = split_via(replicas.via)
+    hosts = [urlsplit(f"//{place}").hostname for place in via.places]
+    away, password = any(host and not is_loopback(host) for host in hosts), ":" in via.user
+    if away and via.scheme.partition("+")[0] in ("valkey", "redis"):
         yield REPLICAS.at("replicas.via", "no TLS")
-    elif via.hostname and not is_loopback(via.hostname) and not (via.password or replicas.password_file):
+    elif away and not (password or replicas.password_file):
         yield REPLICAS.at("replicas.via", "no password")
-    if via.password:
+    if password:
         yield PASSWORD.at("replicas.via")
     if _clear(config.tracing.endpoint):
         yield TRACES.at("tracing.endpoint")
