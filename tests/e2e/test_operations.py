@@ -134,6 +134,7 @@ def configuration(stub: Stub, directory: Path) -> dict[str, Any]:
         "flowControl": {"saturation": {"type": "concurrency-detector", "parameters": {"maxConcurrency": 1}}},
         "kvEvents": {"enabled": True},
         "journal": {"path": str(directory / "journal")},
+        "replicas": {"via": f"file://{directory / 'shared'}", "pool": "p"},
         "shadows": {"policies": [{"policy": "round-robin", "name": "rr"}]},
         "scheduler": {"address": f"127.0.0.1:{nobody}"},
         "inspect": {"usageSampling": 1.0},

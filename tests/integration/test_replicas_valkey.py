@@ -524,3 +524,16 @@ def _replicates(port: int) -> bool:
     """Whether a replica is in sync with the server, and may be promoted."""
     with SyncValkey(port=port, password="geheim") as client:
         return "state=online" in str(client.info("replication").get("slave0", "")).replace("': '", "=")
+
+
+async def test_one_that_hears_of_nobody_says_so(server: ValkeyServer) -> None:
+    """Its own messages come back, so it is connected and their lag says nothing of others."""
+    one, elsewhere = Teller("a", server.url), Teller("b", f"{server.url}/1")
+    async with running(one, elsewhere):
+        one.say("word")
+        assert (one.replicas.trouble(), one.replicas.note()[:28]) == ("", "no other scheduler heard for")
+        async with running(Teller("c", server.url)):
+            await until(lambda: one.replicas.peers)
+            assert one.replicas.note().startswith("1 other, heard ")
+        await until(lambda: not one.replicas.peers)
+        assert one.replicas.note().startswith("no other scheduler heard for 0 s")

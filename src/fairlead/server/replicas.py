@@ -226,6 +226,8 @@ class Replicas:
     def note(self) -> str:
         """The state of the link, as a text for people, while there is no trouble."""
         count = len(self.peers)
+        if not count:  # the lag is that of our own messages
+            return f"no other scheduler heard for {self.unheard_s:.0f} s"
         peers = f"{count} other{'' if count == 1 else 's'}, heard {self.lag_s * 1e3:.0f} ms late"
         return peers + (f"; facts of {_first_few(self.missing)} are missing" if self.missing else "")
 

@@ -13,8 +13,8 @@ import yaml
 from fairlead.server.observe.exposition import View
 
 ROOT = Path(__file__).parents[4]
-#: Added by Prometheus; and where one process serves several pools.
-SCRAPED = {"instance", "job", "inference_pool"}
+#: Added by Prometheus, by its operator, and where one process serves several pools.
+SCRAPED = {"instance", "job", "namespace", "service", "inference_pool"}
 
 
 @pytest.fixture(scope="module")
