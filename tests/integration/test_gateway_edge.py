@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from hashlib import sha256
+from http.client import HTTPConnection
 from itertools import product
 from pathlib import Path
 from urllib.parse import unquote
@@ -21,6 +22,7 @@ from tcp import TcpServer
 from fairlead.gateway.envoy import routes
 from fairlead.gateway.envoy.authentication import Key, new_key, write_keys, write_upstream_token
 from fairlead.gateway.envoy.options import Options
+from fairlead.gateway.envoy.uploads import DISCARDED
 
 pytestmark = pytest.mark.envoy
 
@@ -207,12 +209,12 @@ async def answer_of(reader: asyncio.StreamReader) -> bytes:
 
 
 @pytest.mark.parametrize(("path", "named"), [(CHAT, "RequestTooLargeError"), ("/v1/messages", "request_too_large")])
-async def test_a_body_that_announces_too_much_is_refused_before_it_comes(path: str, named: str) -> None:
+async def test_a_body_that_announces_far_too_much_is_refused_before_it_comes(path: str, named: str) -> None:
     page = "https://app.example"
     async with edge(body_limit=8 * MB, allowed_origins=(page,)) as at:
         reader, writer = await at.connect()
         head = "POST {} HTTP/1.1\r\nhost: a\r\norigin: {}\r\ncontent-length: {}\r\n\r\n"
-        writer.write(head.format(path, page, 8 * MB + 1).encode())
+        writer.write(head.format(path, page, 8 * MB + DISCARDED + 1).encode())
         answer = (await answer_of(reader)).decode()
         assert answer.startswith("HTTP/1.1 413 ")
         assert f"access-control-allow-origin: {page}\r\n" in answer
@@ -220,6 +222,41 @@ async def test_a_body_that_announces_too_much_is_refused_before_it_comes(path: s
         assert (error["type"], error["message"]) == (named, "the request body is larger than 8388608 bytes")
         writer.close()
         assert await at.status(path, body=bytes(8 * MB)) == 200
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["announced", "unannounced"])
+@pytest.mark.parametrize("size", [MB + 1, 16 * MB])
+async def test_a_client_that_sends_its_whole_body_first_reads_why_it_is_too_large(size: int, chunked: bool) -> None:
+    def ask(port: int) -> tuple[int, str | None, bytes]:
+        with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=30)) as client:
+            body = (bytes(min(MB, size - at)) for at in range(0, size, MB)) if chunked else bytes(size)
+            client.request("POST", CHAT, body, {"origin": page}, encode_chunked=chunked)
+            answer = client.getresponse()
+            return answer.status, answer.getheader("access-control-allow-origin"), answer.read()
+
+    page = "https://app.example"
+    async with edge(body_limit=MB, allowed_origins=(page,)) as at:
+        status, allowed, body = await asyncio.to_thread(ask, int(at.gateway.address.rpartition(":")[2]))
+        assert (status, allowed, at.upstream.asked) == (413, page, [])
+        assert json.loads(body)["error"]["message"] == "the request body is larger than 1048576 bytes"
+        assert await at.status(chunked=chunked, body=bytes(MB)) == 200
+
+
+async def test_a_body_of_unknown_length_is_not_read_for_ever() -> None:
+    async with edge(body_limit=MB) as at, asyncio.timeout(30):
+        reader, writer = await at.connect()
+        writer.write(b"POST %b HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n" % CHAT.encode())
+        answer = asyncio.create_task(answer_of(reader))
+        sent = 0
+        while not answer.done():
+            writer.write(b"100000\r\n%b\r\n" % bytes(MB))
+            sent += MB
+            await asyncio.sleep(0)
+            with contextlib.suppress(ConnectionError):
+                await writer.drain()
+        assert DISCARDED < sent < 2 * DISCARDED
+        assert b" 413 " in await answer and b"larger than 1048576 bytes" in await answer
+        writer.close()
 
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["announced", "unannounced"])

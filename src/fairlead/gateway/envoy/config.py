@@ -33,7 +33,7 @@ from fairlead.gateway.envoy.clusters import EXT_PROC, OTHER_HOSTS, UPLOADS, als,
 from fairlead.gateway.envoy.options import Options
 from fairlead.gateway.envoy.process import STAT_PREFIX
 from fairlead.gateway.envoy.routes import CHUNKED, CORS, LARGE, RECEIVED, local_replies, route_config
-from fairlead.gateway.envoy.uploads import bound
+from fairlead.gateway.envoy.uploads import bound, discard
 from fairlead.gateway.ext_proc import LB_NAMESPACE
 
 #: Request headers that are removed *at entry*, before routing and before the scheduler: headers that name a machine.
@@ -395,7 +395,7 @@ def _connection_manager(options: Options, outside: bool = True) -> Json:
         ],
         "local_reply_config": local_replies(options.body_limit),
         "route_config": route_config(options, outside),
-        "http_filters": [*cors, *asks, *token, *bound(options, outside), *scheduled],
+        "http_filters": [*cors, *asks, *token, *bound(options, outside), *discard(options, outside), *scheduled],
     }
     logs = access_logs(options)
     if logs:

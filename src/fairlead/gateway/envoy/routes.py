@@ -22,7 +22,7 @@ from fairlead.gateway.envoy.clusters import (
     seconds,
 )
 from fairlead.gateway.envoy.options import Options
-from fairlead.gateway.envoy.uploads import BOUND, WHY, bound
+from fairlead.gateway.envoy.uploads import BOUND, DISCARD, DISCARDED, TOO_LARGE, WHY, bound
 from fairlead.gateway.ext_proc import LB_NAMESPACE, LEASE_KEY
 
 Json = dict[str, Any]
@@ -81,7 +81,8 @@ _FILTER = "type.googleapis.com/envoy.config.route.v3.FilterConfig"
 _OFF, _ON = {"@type": _FILTER, "disabled": True}, {"@type": _FILTER, "config": {}}
 #: A cluster that does not exist. Its routes refuse like a direct response, which the filter for browsers would ignore.
 _NOWHERE = "none"
-#: The name of the route for bodies that announce more than the limit.
+_NOT_FOUND = {"cluster": _NOWHERE, "cluster_not_found_response_code": "NOT_FOUND"}
+#: The name of the routes for bodies beyond the limit.
 _TOO_LARGE = "too-large"
 #: Only these routes ask the scheduler. A request that Envoy cannot parse has no route. Envoy would show the body of its
 #: own answer to the scheduler, and end the connection before the scheduler passes it.
@@ -93,10 +94,13 @@ def _before(options: Options, outside: bool) -> Iterator[Json]:
     allowed = {"safe_regex": {"regex": let_in(options.paths)}}
     unread = dict.fromkeys(RECEIVING, _OFF)
     limits = _limits(options)
-    nowhere = {"cluster": _NOWHERE, "cluster_not_found_response_code": "NOT_FOUND"}
-    too_large = {**allowed, "headers": [_length(options.body_limit + 1, 1 << 62)]}
-    yield {"name": _TOO_LARGE, "match": too_large, "route": nowhere, "typed_per_filter_config": unread}
-    if outside and options.request_mode == "whole":
+    buffers, large = options.request_mode == "whole", options.body_limit + 1
+    if outside and buffers:
+        bit = {**allowed, "headers": [_length(large, large + DISCARDED)]}
+        yield {"match": bit, "route": _receiving(options, TOTAL_REST), "typed_per_filter_config": {DISCARD: _ON}}
+    too_large = {**allowed, "headers": [_length(large, 1 << 62)]}
+    yield {"name": _TOO_LARGE, "match": too_large, "route": _NOT_FOUND, "typed_per_filter_config": unread}
+    if outside and buffers:
         on = {"cluster": UPLOADS, **limits}
         for what in (_length(LARGE, 1 << 62), {"name": CHUNKED, "present_match": True}):
             yield {"match": {**allowed, "headers": [what]}, "route": on, "typed_per_filter_config": unread}
@@ -116,9 +120,11 @@ def _before(options: Options, outside: bool) -> Iterator[Json]:
         match = {**allowed, "headers": [_length(least, most)]}
         yield {"match": match, "route": _receiving(options, total), "typed_per_filter_config": _SCHEDULED}
         least = most
-    filters = {**_SCHEDULED, BOUND: _ON} if outside and bound(options, outside) else _SCHEDULED
+    filters = dict(_SCHEDULED)
+    if outside:
+        filters |= dict.fromkeys([BOUND] * bool(bound(options, outside)) + [DISCARD] * buffers, _ON)
     yield {"match": allowed, "route": _receiving(options, TOTAL_REST), "typed_per_filter_config": filters}
-    yield {"match": {"prefix": "/"}, "route": nowhere, "typed_per_filter_config": unread}
+    yield {"match": {"prefix": "/"}, "route": _NOT_FOUND, "typed_per_filter_config": unread}
 
 
 def _receiving(options: Options, total: float) -> Json:
@@ -248,7 +254,9 @@ def _routes(options: Options, outside: bool) -> list[Json]:
         _for_grpc(unscheduled, GRPC_POOL),
     ]
     picks = [repeated(rewritten, EITHER), rewritten, repeated(picked, EITHER), picked]
-    made = [refused, _too_much(), *grpc, *picks, unscheduled]
+    discarded = {"prefix": "/", "dynamic_metadata": [_present(TOO_LARGE, OWN_NAMESPACE)]}
+    too_large = {"name": _TOO_LARGE, "match": discarded, "route": _NOT_FOUND}
+    made = [refused, _too_much(), too_large, *grpc, *picks, unscheduled]
     return [*made, *_before(options, outside)]
 
 
@@ -307,6 +315,7 @@ def _replies(
     """Errors in one format, for requests that pass these filters. `fallback_type`: for any other status."""
     too_large = (413, f"the request body is larger than {body_limit} bytes")
     tests = {f"startsWith('cluster_') && xds.route_name == '{_TOO_LARGE}'": too_large}
+    tests |= {"startsWith('request_payload_too_large')": too_large}
     tests |= {f"startsWith('{reason}')": reply for reason, reply in _TEXTS.items()}
     for test, (status, text) in tests.items():
         denied: Json = {"filter": _all_of(*where, _details(test)), "status_code": status}

@@ -1,12 +1,15 @@
-"""Limits the memory of Envoy that the unfinished uploads from one client address may hold.
+"""Bounds of uploads: the memory of Envoy that those from one client address may hold, and the size of each.
 
-No filter of Envoy counts this, so a few lines of Lua do. An upload counts with its announced size, or else with the
-bytes received so far, until it is complete or gone. Envoy does not report lost requests to scripts, but their
+No filter of Envoy counts the memory, so a few lines of Lua do. An upload counts with its announced size, or else with
+the bytes received so far, until it is complete or gone. Envoy does not report lost requests to scripts, but their
 coroutines become garbage, so the script collects garbage before it refuses a request. An upload that announces too much
 is refused immediately. If one without an announced size becomes too large, the rest of it is discarded, because an
 answer is no longer possible then. When it ends, the route for refused uploads answers.
 
 Each of Envoy's threads counts separately, so each gets its part of the bytes.
+
+Many clients read an answer only once they have sent the whole body, and get a reset instead of the 413 if Envoy closes
+the connection before. So a second script discards what is beyond the limit, up to `DISCARDED` bytes; a route answers.
 """
 
 import os
@@ -18,8 +21,12 @@ from fairlead.gateway.envoy.options import Options
 
 Json = dict[str, Any]
 
-#: The name of the filter.
-BOUND = "fairlead.uploads"
+#: The names of the filters.
+BOUND, DISCARD = "fairlead.uploads", "fairlead.discard"
+#: Bytes beyond the limit for bodies that are read and discarded.
+DISCARDED = 64 << 20
+#: The key in the metadata of requests whose body was discarded.
+TOO_LARGE = "too_large"
 WHY = "the unfinished uploads from this address hold as much as one address may: finish them first"
 
 _LUA = "type.googleapis.com/envoy.extensions.filters.http.lua.v3.Lua"
@@ -83,3 +90,30 @@ def bound(options: Options, outside: bool) -> list[Json]:
     values = f'local MOST, WHY, NAMESPACE, REFUSED = {most}, "{WHY}", "{OWN_NAMESPACE}", "{REFUSED_UPLOAD}"'
     typed = {"@type": _LUA, "default_source_code": {"inline_string": values + _SOURCE}}
     return [{"name": BOUND, "typed_config": typed, "disabled": outside}]
+
+
+_DISCARD_SOURCE = """
+function envoy_on_request(handle)
+  local announced = tonumber(handle:headers():get("content-length") or "")
+  if announced and announced <= LIMIT then return end
+  local received = 0
+  for chunk in handle:bodyChunks() do
+    received = received + chunk:length()
+    if announced or received > LIMIT then
+      handle:streamInfo():dynamicMetadata():set(NAMESPACE, TOO_LARGE, "1")
+      if received <= LIMIT + DISCARDED then chunk:setBytes("") end  -- otherwise the buffer filter refuses it
+    end
+  end
+end
+"""
+
+
+def discard(options: Options, outside: bool) -> list[Json]:
+    """The filter that discards too large bodies. `outside`: it acts only if a route enables it. None in the request
+    mode `buffered`, where no filter waits for the end of a body that ext_proc does not see."""
+    if options.request_mode != "whole":
+        return []
+    names = f'"{OWN_NAMESPACE}", "{TOO_LARGE}"'
+    values = f"local LIMIT, DISCARDED, NAMESPACE, TOO_LARGE = {options.body_limit}, {DISCARDED}, {names}"
+    typed = {"@type": _LUA, "default_source_code": {"inline_string": values + _DISCARD_SOURCE}}
+    return [{"name": DISCARD, "typed_config": typed, "disabled": outside}]

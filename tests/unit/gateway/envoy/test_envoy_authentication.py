@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fairlead.core.errors import ConfigError
-from fairlead.gateway.envoy.authentication import Key, authentication, new_key, parse_keys, read_keys
+from fairlead.gateway.envoy.authentication import KEYS, Key, authentication, new_key, parse_keys, read_keys
 from fairlead.gateway.envoy.config import build
 from fairlead.gateway.envoy.options import Jwt, Options
 
@@ -67,7 +67,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 def test_nothing_is_asked_for_unless_it_is_configured() -> None:
     assert authentication(Options()) == []
     text = str(build(Options(upload_share=1.0)))
-    assert not [one for one in ("http.lua", "http.jwt_authn", "http.rbac") if one in text]
+    assert not [one for one in ("fairlead.uploads", KEYS, "http.jwt_authn", "http.rbac") if one in text]
     assert [f["name"].rpartition(".")[2] for f in authentication(Options(keys_file="/k", jwt=Jwt(issuer="i")))] == [
         *("jwt_authn", "keys", "rbac")
     ]
