@@ -380,9 +380,12 @@ class SchedulerMetrics:
         self.families.forecasts.child(place).value += 1
         self.families.forecast_ratio.child().observe(came_ms / forecast.ttft_ms)
 
-    def on_client_error(self, model: str, status: int) -> None:
-        """Count a request that was refused before it was understood: as an error, not as a request."""
-        self._error(self._bundle(model, model, "", 0), error_code(status), status)
+    def on_client_error(self, status: int, decided: bool = False) -> None:
+        """Count a request that was refused because it cannot be read or changed. `decided`: as a request, it counts by
+        its decision."""
+        bundle = self._bundle("", "", "", 0)
+        bundle.requests.value += not decided
+        self._error(bundle, error_code(status), status)
 
     def on_fallback(self, address: str) -> None:
         """Count a request that the gateway sent to this address without asking the scheduler."""

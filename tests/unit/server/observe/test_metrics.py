@@ -241,11 +241,15 @@ def test_bad_ends(watched: Watched, status: int, cause: str, code: str | None) -
 
 
 def test_errors_before_a_request_is_understood(watched: Watched) -> None:
-    watched.metrics.on_client_error("", 400)
+    watched.metrics.on_client_error(400)
     found = watched.samples()
     labels = "fairness_id=default-flow,model_name=,priority=0,target_model_name="
     assert found[f"llm_d_epp_request_error_total{{error_code=BadRequest,{labels}}}"] == 1
-    assert found[f"llm_d_epp_request_total{{{labels}}}"] == 0
+    assert found[f"llm_d_epp_request_total{{{labels}}}"] == 1, "the share of errors is at most 1"
+    watched.metrics.on_client_error(400, decided=True)
+    found = watched.samples()
+    assert found[f"llm_d_epp_request_error_total{{error_code=BadRequest,{labels}}}"] == 2
+    assert found[f"llm_d_epp_request_total{{{labels}}}"] == 1
 
 
 def test_scale_up_is_wanted_for_a_while_after_overload(watched: Watched) -> None:
