@@ -55,9 +55,11 @@ class Observer(Protocol):
 class Incidents(Protocol):
     """Hears of requests that the pipeline never saw."""
 
-    def on_client_error(self, api: str, status: int, reason: str, headers: Mapping[str, str] | None) -> None:
+    def on_client_error(
+        self, api: str, status: int, reason: str, headers: Mapping[str, str] | None, tenant: str = ""
+    ) -> None:
         """A request was answered with an error because it cannot be read, or not be changed. `headers`: its own, with
-        `x-request-id`; `None` = the pipeline has seen the request."""
+        `x-request-id`; `None` = the pipeline has seen the request. `tenant`: its fairness id; empty = none."""
 
     def on_left(self, request: Request) -> None:
         """The client of a request left while its prompt was read, before the pipeline saw it."""

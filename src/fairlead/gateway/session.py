@@ -392,7 +392,8 @@ class Session:
         headers = self._head.headers
         api = self._host.understanding.api(headers)
         unseen = None if lease else {**headers, REQUEST_ID: self._request_id}
-        self._host.incidents.on_client_error(api, error.status, error.code or "bad-request", unseen)
+        tenant = self._head.hints.fairness_id
+        self._host.incidents.on_client_error(api, error.status, error.code or "bad-request", unseen, tenant)
         self._answer(client_error(api, error.status, error.message, error.param, error.code, lease))
 
     # ---- the driver calls ----

@@ -89,6 +89,7 @@ class Wire:
 class Seen:
     def __init__(self):
         self.decisions, self.outcomes, self.errors, self.broken, self.left = [], [], [], [], []
+        self.tenants = []
 
     def on_decision(self, record, duration_s):
         self.decisions.append(record)
@@ -96,8 +97,9 @@ class Seen:
     def on_outcome(self, record):
         self.outcomes.append(record)
 
-    def on_client_error(self, api, status, reason, headers):
+    def on_client_error(self, api, status, reason, headers, tenant=""):
         self.errors.append((api, status))
+        self.tenants.append(tenant)
 
     def on_protocol_error(self, reason):
         self.broken.append(reason)
@@ -525,7 +527,7 @@ def test_a_truncated_partial_body_is_waved_through(rig):
 @pytest.mark.parametrize("body", [b"{", b"[]", b'{"messages": 1}', b"\xff"])
 def test_a_body_nobody_can_read_is_answered_400_in_the_api_s_shape(rig, body):
     wire, session = rig.open(BUFFERED, STREAMED)
-    rig.request_headers(session)
+    rig.request_headers(session, **{"x-llm-d-inference-fairness-id": "acme"})
     rig.body(session, body)
     immediate = rig.answers(wire)[1].immediate_response
     assert immediate.status.code == 400
@@ -533,7 +535,7 @@ def test_a_body_nobody_can_read_is_answered_400_in_the_api_s_shape(rig, body):
     headers = {h.header.key: h.header.raw_value for h in immediate.headers.set_headers}
     assert headers["content-type"] == b"application/json"
     assert wire.status == 0
-    assert rig.seen.errors == [("chat", 400)]
+    assert (rig.seen.errors, rig.seen.tenants) == ([("chat", 400)], ["acme"])
 
 
 def test_a_body_over_the_limit_is_answered_413_and_not_kept(pb):

@@ -86,7 +86,9 @@ class Seen:
     def on_outcome(self, record: Any) -> None:
         self.records.append(record)
 
-    def on_client_error(self, api: str, status: int, reason: str, headers: Mapping[str, str] | None) -> None:
+    def on_client_error(
+        self, api: str, status: int, reason: str, headers: Mapping[str, str] | None, tenant: str = ""
+    ) -> None:
         self.errors.append(status)
 
     def on_left(self, request: Request) -> None: ...

@@ -380,10 +380,10 @@ class SchedulerMetrics:
         self.families.forecasts.child(place).value += 1
         self.families.forecast_ratio.child().observe(came_ms / forecast.ttft_ms)
 
-    def on_client_error(self, status: int, decided: bool = False) -> None:
-        """Count a request that was refused because it cannot be read or changed. `decided`: as a request, it counts by
-        its decision."""
-        bundle = self._bundle("", "", "", 0)
+    def on_client_error(self, status: int, tenant: str = "", decided: bool = False) -> None:
+        """Count a request of this tenant that was refused because it cannot be read or changed. `decided`: as a
+        request, it counts by its decision."""
+        bundle = self._without_model("", tenant)
         bundle.requests.value += not decided
         self._error(bundle, error_code(status), status)
 
@@ -407,7 +407,8 @@ class SchedulerMetrics:
     def _refused(self, record: DecisionRecord) -> None:
         # If the model is not defined, the client may have made up its name, which must not become a label.
         unknown = record.outcome == MODEL_NOT_FOUND
-        bundle = self._bundle(OTHER, OTHER, "", 0) if unknown else self._bundle(*_LABELS(record))
+        tenant = record.request.fairness_id
+        bundle = self._without_model(OTHER, tenant) if unknown else self._bundle(*_LABELS(record))
         bundle.requests.value += 1
         families = self.families
         families.rejected.child(record.outcome).value += 1
@@ -432,6 +433,16 @@ class SchedulerMetrics:
             bundle = self._folded(_key(model, target, fairness_id, priority))
         bundle.used = self._now()
         return bundle
+
+    def _without_model(self, model: str, tenant: str) -> _Bundle:
+        """The bundle of a tenant's requests for no known model. Only a tenant that was answered 2xx before has one of
+        its own: clients may make up names."""
+        key = _key(model, model, tenant, 0)
+        known = {known for _, _, known, _ in self._earned} - {""}
+        if key not in self._bundles and key[2] in known and len(self._earned) < self._cap:
+            self._make(key)
+            self._earned.add(key)
+        return self._bundle(*key)
 
     def _known(self, model: str, target: str, fairness_id: str, priority: int) -> _Bundle | None:
         """The bundle of these labels; `None` = they have no series of their own."""

@@ -359,8 +359,10 @@ class Watch:
         slot = self.fleet.table.slot(endpoint_id)
         return 0.0 if slot is None else float(self.fleet.table.failures[slot])
 
-    def on_client_error(self, api: str, status: int, reason: str, headers: Mapping[str, str] | None) -> None:
-        self.metrics.on_client_error(status, decided=headers is None)
+    def on_client_error(
+        self, api: str, status: int, reason: str, headers: Mapping[str, str] | None, tenant: str = ""
+    ) -> None:
+        self.metrics.on_client_error(status, tenant, decided=headers is None)
         if self._tracing is not None and headers is not None:
             self._tracing.unread(api, status, reason, headers)
 

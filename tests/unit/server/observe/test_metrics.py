@@ -252,6 +252,25 @@ def test_errors_before_a_request_is_understood(watched: Watched) -> None:
     assert found[f"llm_d_epp_request_total{{{labels}}}"] == 1
 
 
+def test_errors_of_a_tenant_that_was_answered_before_are_shown_as_its_own(watched: Watched) -> None:
+    def errors() -> dict[str, float]:
+        unknown = refused("model_not_found", 404, request(model="made-up", fairness_id="acme"))
+        watched.metrics.on_decisions([unknown], [0.001])
+        watched.metrics.on_client_error(400, "acme")
+        found = watched.samples()
+        totals = {key: found[key] for key in found if key.startswith("llm_d_epp_request_total{") and found[key]}
+        assert sum(totals.values()) == sum(found[key] for key in found if key.startswith("llm_d_epp_request_error_"))
+        return {key.partition("fairness_id=")[2].partition(",target")[0]: number for key, number in totals.items()}
+
+    assert errors() == dict.fromkeys(("other,model_name=,priority=0", "other,model_name=other,priority=0"), 1)
+    asked = request(fairness_id="acme")
+    watched.metrics.on_outcomes([ended(asked)])
+    assert errors() == {
+        **dict.fromkeys(("other,model_name=,priority=0", "other,model_name=other,priority=0"), 1),
+        **dict.fromkeys(("acme,model_name=,priority=0", "acme,model_name=other,priority=0"), 1),
+    }
+
+
 def test_scale_up_is_wanted_for_a_while_after_overload(watched: Watched) -> None:
     assert watched.samples()["fairlead_scale_up_wanted"] == 0
     watched.metrics.on_decisions([routed(overloaded=True)], [0.001])
