@@ -140,6 +140,30 @@ async def live(page: Page) -> None:
     await page.until('document.body.dataset.state === "live"')
 
 
+_FIRST_NOTICE = """
+fetch(location.href, { headers: { Accept: "text/html" } }).then((answer) => answer.text()).then((text) => {
+  const notice = new DOMParser().parseFromString(text, "text/html").querySelector("#notices li");
+  document.getElementById("notices").append(notice);
+  const styles = [getComputedStyle(notice), getComputedStyle(notice, "::before")];
+  window.first = [notice.textContent.trim(), styles[0].color, styles[1].content];
+  notice.remove();
+});
+"""
+
+
+async def test_before_the_first_numbers_nothing_is_called_well(scheduler: Scheduler, browser: Browser) -> None:
+    scheduler.add(1)
+    page = await browser.page(scheduler.url)
+    await live(page)
+    await page.until("document.querySelector('#notices .calm')")
+    await page.run(_FIRST_NOTICE)
+    await page.until("window.first")
+    said, color, sign = await page.run("window.first")
+    assert (said, sign) == ("Waiting for the first numbers.", '"…"')
+    assert color != await page.run("getComputedStyle(document.querySelector('#notices .calm')).color")
+    await page.close()
+
+
 async def test_nothing_is_there_yet(scheduler: Scheduler, browser: Browser, axe: str) -> None:
     scheduler.reasons = ["no endpoints"]
     page = await browser.page(scheduler.url)
