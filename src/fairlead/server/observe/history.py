@@ -234,10 +234,14 @@ class History:
         for name in failing - self._failing:
             log.warning("an endpoint's answers fail; it is out of use, and tried every few seconds", endpoint=name)
         for name in self._failing - failing:
-            log.info(
-                "an endpoint's answers no longer fail, it was removed, or no request has tried it for a minute",
-                endpoint=name,
-            )
+            place = table.slot(name)
+            if place is None or not table.alive[place]:
+                text = "an endpoint whose answers failed was removed"
+            elif table.errors[place] < 1.0:
+                text = "an endpoint's answers no longer fail"
+            else:
+                text = "an endpoint whose answers failed is in use again: no request has tried it for a minute"
+            log.info(text, endpoint=name)
         self._failing = failing
 
 

@@ -193,6 +193,29 @@ def test_an_endpoint_that_fails_is_out_and_the_gravest_comes_first(scene):
     assert found[0].detail == ": it failed 3 answers in a row. Requests go to the other 1."
 
 
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [
+        ("answered", "an endpoint's answers no longer fail"),
+        ("removed", "an endpoint whose answers failed was removed"),
+        ("untried", "an endpoint whose answers failed is in use again: no request has tried it for a minute"),
+    ],
+)
+def test_how_failing_ended_is_logged(scene, caplog, ending, said):
+    caplog.set_level("INFO")
+    for _ in range(3):
+        scene.fleet.answered(1, False, scene.now)
+    scene.history.look(scene.now)
+    if ending == "answered":
+        scene.fleet.answered(1, True, scene.now)
+    elif ending == "removed":
+        scene.fleet.down("b")
+    else:
+        scene.now += 200.0
+    scene.history.look(scene.now)
+    assert [one.getMessage().partition(" endpoint=")[0] for one in caplog.records if one.levelname == "INFO"] == [said]
+
+
 def test_why_we_are_not_ready(scene):
     assert scene.told("shutting down") == [("bad", "Not ready: shutting down.")]
     assert scene.told("starting", "no endpoints") == [("bad", "Not ready: starting; no endpoints.")]
