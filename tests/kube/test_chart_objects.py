@@ -120,6 +120,21 @@ def test_the_name_in_the_selectors_stays(kube: Cluster, namespace: str, helm: He
     assert helm.run(*command, "nameOverride=scheduler,fullnameOverride=two").returncode == 0
 
 
+@pytest.mark.parametrize("more", [{}, {"app.kubernetes.io/name": "theirs"}])
+def test_a_deployment_of_somebody_else_is_named(
+    kube: Cluster, namespace: str, helm: Helm, tmp_path: Path, more: dict[str, str]
+) -> None:
+    labels = {"app": "theirs", **more}
+    container = {"name": "theirs", "image": "theirs"}
+    theirs = {"selector": {"matchLabels": labels}}
+    theirs["template"] = {"metadata": {"labels": labels}, "spec": {"containers": [container]}}
+    body = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "one-epp"}, "spec": theirs}
+    kube.admin.must("POST", f"/apis/apps/v1/namespaces/{namespace}/deployments", body)
+    access = ("--namespace", namespace, "--kubeconfig", str(kube.kubeconfig(tmp_path / "kubeconfig")), *LABELS)
+    refused = helm.run("install", "one", str(CHART), "--skip-crds", *access).stderr
+    assert "fullnameOverride: the Deployment one-epp, which is not of this release, is in the way" in refused
+
+
 def test_who_installs_needs_no_right_to_list_replica_sets(
     kube: Cluster, namespace: str, helm: Helm, tmp_path: Path
 ) -> None:

@@ -345,6 +345,9 @@ matchLabels: {{- toYaml . | nindent 2 }}
 {{- with lookup "apps/v1" "Deployment" .Release.Namespace (include "fairlead.epp" .) -}}
 {{- $name := dig "spec" "selector" "matchLabels" "app.kubernetes.io/name" "" . -}}
 {{- if ne $name (get (include "fairlead.selector" $ | fromYaml) "app.kubernetes.io/name") -}}
+{{- if ne (dig "metadata" "annotations" "meta.helm.sh/release-name" "" .) $.Release.Name -}}
+{{- fail (printf "fullnameOverride: the Deployment %s, which is not of this release, is in the way; give another name, or delete it" .metadata.name) -}}
+{{- end -}}
 {{- fail (printf "nameOverride: the running Deployment selects its pods by the name %q, which cannot change; keep it, or set another fullnameOverride too, which replaces the objects" $name) -}}
 {{- end -}}
 {{- end -}}

@@ -208,9 +208,8 @@ class KubeLink:
         if trouble:
             self._troubles[resource] = trouble
             if trouble != before:
-                log.warning(
-                    "trouble with Kubernetes; the last known state stays in use", resource=resource, reason=trouble
-                )
+                state = "the last known state stays in use" if self._synced.is_set() else "no state is known yet"
+                log.warning(f"trouble with Kubernetes; {state}", resource=resource, reason=trouble)
         elif before:
             log.info("no more trouble with Kubernetes", resource=resource)
         self._judge()
@@ -235,9 +234,12 @@ class Kube(KubeLink):
         set_ready: Callable[[str, str], object],
         metrics: KubeMetrics,
         health_port: int = 0,
+        speaks_for_gateway: bool = False,
     ) -> None:
-        """Raises `ConfigError` if no API server is configured or found."""
+        """`speaks_for_gateway`: log what an embedded gateway applies only at its start. Of several workers, one does.
+        Raises `ConfigError` if no API server is configured or found."""
         super().__init__(settings, set_ready, metrics, settings.pool or "pods", health_port)
+        self._speaks_for_gateway = speaks_for_gateway
         self.endpoints = PoolEndpoints(
             self.client,
             wanted_pool(settings, self.namespace),
@@ -287,8 +289,8 @@ class Kube(KubeLink):
             self.models.look_again()
         if self.endpoints.pool is not None:
             before, self._protocol = self._protocol, self.endpoints.pool.app_protocol
-            if before and self._protocol != before:
-                text = "the pool's appProtocol changed; an embedded gateway applies it when it is started again"
+            if self._speaks_for_gateway and before and self._protocol != before:
+                text = "the pool's appProtocol changed; the embedded gateway applies it when it is started again"
                 log.warning(text, app_protocol=self._protocol, before=before)
         self._judge()
 

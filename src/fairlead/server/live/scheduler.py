@@ -196,7 +196,8 @@ class Live:
             await keys.begin()
         if config.kubernetes.on:
             port, defined = config.ext_proc.health_port, partial(pool.defined, "kubernetes")
-            self.kube = Kube(config.kubernetes, self._endpoint, defined, self._set_ready, pool.kube, port)
+            speaks = bool(self._beside.admins) and not self._beside.worker
+            self.kube = Kube(config.kubernetes, self._endpoint, defined, self._set_ready, pool.kube, port, speaks)
             await self.kube.start(stack)
         await pool.settle(stack)
         if not (pool.endpoints or config.endpoints.allow_empty or config.kubernetes.on) and await self._pool_size():

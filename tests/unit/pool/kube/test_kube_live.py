@@ -31,14 +31,14 @@ MODEL = {
 
 
 class Replica:
-    def __init__(self, kubeconfig: Path, **more: Any) -> None:
+    def __init__(self, kubeconfig: Path, speaks: bool = False, **more: Any) -> None:
         self.unready: dict[str, str] = {}
         self.up: set[str] = set()
         self.models = ModelSet()
         self.registry = Registry()
         settings = Kubernetes(pool="llama", namespace="default", kubeconfig=str(kubeconfig), **more)
         self.metrics = KubeMetrics(self.registry)
-        self.kube = Kube(settings, self.feed, self.take, self.set_ready, self.metrics)
+        self.kube = Kube(settings, self.feed, self.take, self.set_ready, self.metrics, speaks_for_gateway=speaks)
 
     def feed(self, event: Any) -> None:
         if isinstance(event, EndpointUp):
@@ -110,7 +110,7 @@ async def test_models_of_a_deleted_pool_are_told_and_accepted_again(
 
 
 async def test_an_outage_changes_nothing_but_the_metric(
-    kube: FakeKube, kubeconfig: Path, stack: AsyncExitStack, pod: Any, until: Any
+    kube: FakeKube, kubeconfig: Path, stack: AsyncExitStack, pod: Any, until: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     kube.put(V1, "inferencepools", POOL)
     kube.put("v1", "pods", pod("a"))
@@ -119,6 +119,7 @@ async def test_an_outage_changes_nothing_but_the_metric(
     await until(lambda: not replica.unready)
     await kube.stop()
     await until(lambda: replica.metric('fairlead_kube_connected{resource="pods"} 0'))
+    await until(lambda: "trouble with Kubernetes; the last known state stays in use" in caplog.text)
     assert not replica.unready
     assert replica.up == {"default/a-rank-0"}
     await kube.start()
@@ -126,7 +127,7 @@ async def test_an_outage_changes_nothing_but_the_metric(
 
 
 async def test_starting_without_an_api_server(
-    kube: FakeKube, kubeconfig: Path, stack: AsyncExitStack, pod: Any, until: Any
+    kube: FakeKube, kubeconfig: Path, stack: AsyncExitStack, pod: Any, until: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     kube.put(V1, "inferencepools", POOL)
     kube.put("v1", "pods", pod("a"))
@@ -134,6 +135,8 @@ async def test_starting_without_an_api_server(
     replica = Replica(kubeconfig)
     await replica.kube.start(stack)
     assert replica.unready["kubernetes"].startswith("the InferencePool was not read yet: ")
+    assert "trouble with Kubernetes; no state is known yet" in caplog.text
+    assert "last known state" not in caplog.text
     await kube.start()
     await until(lambda: not replica.unready)
 
@@ -184,17 +187,19 @@ async def test_a_leader_that_gateways_do_not_find_says_so(
     await until(lambda: not replica.kube.misled)
 
 
-async def test_a_changed_protocol_of_the_pods_is_logged(
-    kube: FakeKube, kubeconfig: Path, stack: AsyncExitStack, until: Any, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("speaks", [True, False])
+async def test_a_changed_protocol_of_the_pods_is_logged_where_a_gateway_reads_it(
+    kube: FakeKube, kubeconfig: Path, stack: AsyncExitStack, until: Any, caplog: Any, speaks: bool
 ) -> None:
-    """An embedded gateway reads it when it is started."""
+    """An embedded gateway reads it when it is started. Other gateways apply it themselves."""
     kube.put(V1, "inferencepools", POOL)
-    replica = Replica(kubeconfig)
+    replica = Replica(kubeconfig, speaks)
     await replica.kube.start(stack)
     await until(lambda: not replica.unready)
     assert "appProtocol" not in caplog.text
     kube.put(V1, "inferencepools", {**POOL, "spec": {**POOL["spec"], "appProtocol": "kubernetes.io/h2c"}})
-    await until(lambda: "the pool's appProtocol changed" in caplog.text)
+    await until(lambda: replica.kube.endpoints.pool.app_protocol == "kubernetes.io/h2c")
+    assert ("the pool's appProtocol changed" in caplog.text) == speaks
 
 
 async def test_the_protocol_of_the_pods_is_read_for_the_gateways_parent(
