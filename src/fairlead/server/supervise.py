@@ -36,8 +36,9 @@ DRAIN_SECONDS = 30.0
 #: Seconds that a scheduler gets to exit after that, or after a second signal.
 _END_SECONDS = 5.0
 #: Seconds before a dead scheduler is started again; doubled up to the cap each time it dies within `_HEALTHY_SECONDS`,
-#: the first time included. The cap is also how long a corrected configuration may wait.
-_BACKOFF_FIRST, _BACKOFF_CAP = 0.1, 20.0
+#: the first time included. The cap is also how long a corrected configuration may wait: short where no other scheduler
+#: decides meanwhile.
+_BACKOFF_FIRST, _BACKOFF_CAP, _ONLY_CAP = 0.1, 20.0, 5.0
 _HEALTHY_SECONDS = 10.0
 #: After this many seconds, a new scheduler certainly listens, and the gateway certainly asks it.
 ASKED_AGAIN_S = 3.0
@@ -172,9 +173,13 @@ def spawn_tied(command: list[str]) -> int:
 class Keeper:
     """Keeps one process running. Make this on the event loop, when the first process already runs."""
 
-    def __init__(self, name: str, first: int, command: list[str], gateway: GatewayProcess, outage: Outage) -> None:
-        """`first`: the id of the running process. `command`: starts the next one, which reads files of `gateway`."""
+    def __init__(
+        self, name: str, first: int, command: list[str], gateway: GatewayProcess, outage: Outage, *, only: bool
+    ) -> None:
+        """`first`: the id of the running process. `command`: starts the next one, which reads files of `gateway`.
+        `only`: there is no other scheduler."""
         self.name = name
+        self._cap = _ONLY_CAP if only else _BACKOFF_CAP
         self._command = command
         self._gateway = gateway
         self._outage = outage
@@ -196,7 +201,7 @@ class Keeper:
                     self._gateway.write_again()
                     self.child = Child(await asyncio.to_thread(spawn_tied, self._command))
                 except (OSError, RuntimeError) as error:  # too many processes, or Python is just being replaced
-                    pause = min(pause * 2, _BACKOFF_CAP)
+                    pause = min(pause * 2, self._cap)
                     log.error(f"{self.name} cannot be started", reason=str(error), restart_in_s=pause)
                     await asyncio.sleep(pause)
                     continue
@@ -212,7 +217,7 @@ class Keeper:
             if loop.time() - started > _HEALTHY_SECONDS:
                 pause, deaths = _BACKOFF_FIRST, 1
             else:
-                pause, deaths = min(pause * 2, _BACKOFF_CAP), deaths + 1
+                pause, deaths = min(pause * 2, self._cap), deaths + 1
             what = "cannot start with its configuration" if code == _WRONG_CONFIG else "died"
             if _installed() != self._installed:
                 what += "; Fairlead's files have changed since this process started, so restart it"
@@ -254,7 +259,8 @@ class Parent:
         names = [f"worker {i}" if len(schedulers) > 1 else "the scheduler" for i in range(len(schedulers))]
         outage = Outage(gateway.admins)
         self._schedulers = [
-            Keeper(name, pid, command, gateway, outage) for name, (pid, command) in zip(names, schedulers, strict=True)
+            Keeper(name, pid, command, gateway, outage, only=len(schedulers) == 1)
+            for name, (pid, command) in zip(names, schedulers, strict=True)
         ]
 
     async def run(self) -> None:
