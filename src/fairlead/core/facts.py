@@ -31,6 +31,9 @@ VERSION = 2
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Tokens = Annotated[int, Meta(ge=0, le=1_000_000_000)]
 Id = Annotated[int, Meta(ge=0)]
+#: Characters of a policy's name, at most.
+POLICY_NAME = 256
+Name = Annotated[str, Meta(max_length=POLICY_NAME)]
 #: Blocks of one chain, at most: `ChainHasher` makes at most 400.
 CHAIN_BLOCKS = 512
 #: Bytes of a block's hash, and of its size.
@@ -107,7 +110,7 @@ class Avoided(Struct, frozen=True, array_like=True, gc=False):
 class Batch(Struct, frozen=True, array_like=True, tag="batch", gc=False):
     """`sequence`: number of the batch, from 1. `number`: that of the first lease in `charged`; the others follow it.
     `held`: flows that changed. `failed`: endpoints, once for each failed response. `avoided`: all avoided endpoints;
-    `None` = unchanged."""
+    `None` = unchanged. `policy`: its name at the origin; empty = unchanged, or the origin is older."""
 
     version: Count
     sequence: Count
@@ -123,12 +126,13 @@ class Batch(Struct, frozen=True, array_like=True, tag="batch", gc=False):
     held: tuple[Held, ...] = ()
     failed: tuple[Count, ...] = ()
     avoided: tuple[Avoided, ...] | None = None
+    policy: Name = ""
 
 
 class Snapshot(Struct, frozen=True, array_like=True, tag="snapshot", gc=False):
     """The state after the batches up to `sequence`; it may include later facts. `numbers`: those of the leases in
     `charged`, all below `number`, the number of the next lease. `pending`: numbers of leases before their first token.
-    `held`: all flows with requests."""
+    `held`: all flows with requests. `policy`: as in `Batch`."""
 
     version: Count
     sequence: Count
@@ -142,6 +146,7 @@ class Snapshot(Struct, frozen=True, array_like=True, tag="snapshot", gc=False):
     sizes: bytes
     held: tuple[Held, ...] = ()
     avoided: tuple[Avoided, ...] = ()
+    policy: Name = ""
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -116,6 +116,8 @@ class View(Struct, eq=False):
     messages: int = 0
     refused: int = 0
     problem: str = ""
+    #: The name of its policy; empty = it did not say.
+    policy: str = ""
 
     @property
     def gap(self) -> bool:
@@ -188,6 +190,14 @@ class Peers:
         if view.problem or not ours or theirs in (0, ours):
             return view.problem
         return f"it cuts prompts into blocks of {theirs} bytes, this one of {ours}: set one hashBlockSize everywhere"
+
+    def difference(self, origin: str) -> str:
+        """Return how the origin decides, if it decides otherwise than this scheduler; empty = it does not."""
+        view, fleet = self.views.get(origin), self._fleet
+        ours = fleet.reports.policy if isinstance(fleet, SharedFleet) else ""
+        if view is None or not ours or view.policy in ("", ours):
+            return ""
+        return f"{origin} decides by the policy {view.policy}, this one by {ours}: give all the same configuration"
 
     @property
     def _cut(self) -> int:
@@ -320,6 +330,7 @@ class Peers:
 
     def _hold(self, origin: str, view: View, message: Batch | Snapshot, now: float) -> None:
         """Take over the message's flows and avoided endpoints, unless a newer message has already reported them."""
+        view.policy = message.policy or view.policy
         if self._flow is not None and message.sequence >= view.newest:
             complete = isinstance(message, Snapshot)
             self._flow.peers.take(origin, message.held, self._flow.queues, now, complete)

@@ -17,6 +17,7 @@ from typing import Any
 from fairlead.core.facts import (
     AGE_UNIT,
     BROKEN,
+    POLICY_NAME,
     VERSION,
     Avoided,
     Batch,
@@ -72,6 +73,8 @@ class Reports:
         self.dictionary = Dictionary()
         self.known_elsewhere: Callable[[int], bool] = _never
         self._generation = 1
+        #: The name of the policy that decides here, and what peers were told.
+        self.policy = self._policy_told = ""
         self._recent: deque[tuple[str, PrefixChain]] = deque(maxlen=RECENT)
         self._now = 0.0
         self._flow: FlowControl | None = None
@@ -82,6 +85,10 @@ class Reports:
         """Also report the flows of this flow control."""
         self._flow = flow
         flow.queues.changed = set()
+
+    def decide_by(self, policy: str) -> None:
+        """From now on this policy decides. Peers learn that with the next batch."""
+        self.policy = policy[:POLICY_NAME]
 
     # ---- recorded ----
 
@@ -166,8 +173,9 @@ class Reports:
             held,
             failed,
             avoided,
+            "" if self.policy == self._policy_told else self.policy,
         )
-        self._avoided_told = True
+        self._avoided_told, self._policy_told = True, self.policy
         self._forget()
         return encode(message)
 
@@ -207,6 +215,7 @@ class Reports:
             block_sizes(prompts.parts),
             held,
             avoided,
+            self.policy,
         )
         yield encode(message)
 

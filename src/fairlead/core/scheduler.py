@@ -479,6 +479,8 @@ class Pipeline:
 
     def _decide_by(self, policy: Policy, drawn_from: Able) -> None:
         self.policy, self._drawn_from = policy, drawn_from
+        if isinstance(self.fleet, SharedFleet):
+            self.fleet.reports.decide_by(policy.name)
         #: The policy if it is one of Fairlead's profiles, whose picks need no check; else `None`.
         self._own_policy = policy if isinstance(policy, Profile) and own(policy) else None
         #: Clock seconds until which it is not called (`errors.rests_until`).

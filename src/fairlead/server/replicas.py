@@ -68,6 +68,8 @@ class Facts(Struct, frozen=True):
     waits: Callable[[], bool] = lambda: False
     #: Why the facts of another replica cannot be used; empty = they can.
     problem: Callable[[str], str] = lambda name: ""
+    #: How another replica decides, if it decides otherwise than this one; empty = it does not.
+    difference: Callable[[str], str] = lambda name: ""
 
 
 class Via(Struct, frozen=True):
@@ -206,7 +208,7 @@ class Replicas:
         lacking = [name for name, peer in self.peers.items() if peer.pause_s >= ASK_CAP_S]
         if lacking:
             return f"facts of {_first_few(lacking)} stay missing: do they have the same endpoints, and the same pool?"
-        return ""
+        return next(filter(None, map(self._facts.difference, sorted(self.peers))), "")
 
     def _workers_here(self) -> int:
         """The number of workers that run, this one included. A worker that left within the last lease still counts,

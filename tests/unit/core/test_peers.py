@@ -97,6 +97,44 @@ def test_the_load_of_a_peer_is_known_from_its_leases(pair, clock):
     assert (load.requests, load.tokens, load.cached_tokens) == (3, 12_000, -1), "two leases, and one request"
 
 
+def test_a_peer_with_another_policy_is_named(pair, clock):
+    one, other = pair
+    difference = other.pipeline.peers.difference
+    assert difference("a") == "", "nothing was heard"
+    one.send(1)
+    other.feed(PeerHeard("a", one.batch()))
+    assert difference("a") == "", "the same policy"
+    one.pipeline.fleet.reports.decide_by("second")
+    one.send(2)
+    other.feed(PeerHeard("a", one.batch()))
+    differs = "a decides by the policy second, this one by first: give all the same configuration"
+    assert difference("a") == differs
+    one.send(3)
+    other.feed(PeerHeard("a", one.batch()))
+    assert difference("a") == differs, "a batch without a name changes nothing"
+    newcomer = Scheduler(clock)
+    *_, snapshot = one.pipeline.fleet.reports.snapshot()
+    newcomer.feed(PeerSnapshot("a", snapshot))
+    assert newcomer.pipeline.peers.difference("a") == differs
+    one.pipeline.fleet.reports.decide_by("first")
+    one.send(4)
+    other.feed(PeerHeard("a", one.batch()))
+    assert difference("a") == ""
+
+
+def test_schedulers_with_and_without_the_name_of_the_policy_understand_each_other(pair):
+    """The name is the last field, so an older one ignores it, and its messages end before it."""
+    one, other = pair
+    one.send(1)
+    payload = one.batch()
+    assert msgspec.msgpack.decode(payload)[-1] == "first"
+    older = msgspec.defstruct("Batch", ["version", "sequence"], array_like=True, tag="batch")
+    assert msgspec.msgpack.decode(payload, type=older).sequence == 1
+    other.feed(PeerHeard("a", msgspec.msgpack.encode(msgspec.msgpack.decode(payload)[:-1])))
+    assert len(other.view().leases) == 1
+    assert other.pipeline.peers.difference("a") == ""
+
+
 def test_the_prompts_of_a_peer_that_may_be_split_are_known_too(pair, clock):
     one, other = pair
     load = other.pipeline.peers.load

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from socket import gethostname
-from urllib.parse import urlsplit
 
 from fairlead import __version__
 from fairlead.compat.recorded import beside, record
@@ -69,7 +68,7 @@ from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.log import get
 from fairlead.server.observe.tracing import Tracing, make_provider
 from fairlead.server.observe.watch import POOL, Watch
-from fairlead.server.replicas import RUN_DIGITS, Facts, Own, Replicas
+from fairlead.server.replicas import RUN_DIGITS, Facts, Own, Replicas, split_via
 from fairlead.server.replicas_files import FileReplicas
 from fairlead.server.replicas_valkey import ValkeyReplicas
 from fairlead.server.running_gateway import NONE_RUNS, RunningGateway
@@ -284,10 +283,11 @@ class Core:
             lambda name: peers.views[name].newest if name in peers.views else 0,
             lambda: bool(pipeline.flow_controller),
             peers.problem,
+            peers.difference,
         )
         pool = settings.pool or "/".join(filter(None, (kubernetes.namespace, kubernetes.pool))) or POOL
         origin = f"{gethostname()}-{gateway.mark}{self._run}"
-        kind = FileReplicas if urlsplit(settings.via).scheme == "file" else ValkeyReplicas
+        kind = FileReplicas if split_via(settings.via).scheme == "file" else ValkeyReplicas
         replicas = kind(
             Own(
                 settings=settings,
