@@ -572,6 +572,23 @@ async def test_pages_read_all_refusals_of_the_gateway(keys: bool, fail_open: boo
         assert set(at.upstream.asked) == ({CHAT, "/v1/models"} if fail_open else set())
 
 
+@pytest.mark.parametrize("origins", [("http://a.example", "http://b.example"), ("*",), ()])
+async def test_pages_of_other_origins_open_no_websocket(origins: tuple[str, ...]) -> None:
+    """Browsers send no preflight before they open one."""
+    async with edge(allowed_origins=origins) as at:
+        for origin in ("http://b.example", "http://evil.example", ""):
+            page = f"origin: {origin}\r\n" * bool(origin)
+            socket = f"GET {CHAT} HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: WebSocket\r\n{page}\r\n"
+            reader, writer = await at.connect()
+            writer.write(socket.encode())
+            answer = await answer_of(reader)
+            writer.close()
+            refused = "evil" in origin and "http://a.example" in origins
+            assert (b" 403 " in answer and b"gateway.allowedOrigins" in answer) is refused, answer
+            assert len(at.upstream.asked) == (not refused), answer
+            at.upstream.asked.clear()
+
+
 async def test_without_allowed_origins_the_model_server_decides() -> None:
     async with edge() as at:
         at.upstream.header = b"access-control-allow-origin: *\r\n"

@@ -256,8 +256,23 @@ def _routes(options: Options, outside: bool) -> list[Json]:
     picks = [repeated(rewritten, EITHER), rewritten, repeated(picked, EITHER), picked]
     discarded = {"prefix": "/", "dynamic_metadata": [_present(TOO_LARGE, OWN_NAMESPACE)]}
     too_large = {"name": _TOO_LARGE, "match": discarded, "route": _NOT_FOUND}
-    made = [refused, _too_much(), too_large, *grpc, *picks, unscheduled]
+    foreign = _foreign_sockets(options.allowed_origins) if outside else ()
+    made = [refused, *foreign, _too_much(), too_large, *grpc, *picks, unscheduled]
     return [*made, *_before(options, outside)]
+
+
+def _foreign_sockets(origins: tuple[str, ...]) -> Iterator[Json]:
+    """The route that refuses WebSockets to pages of other origins: browsers ask nothing before they open one."""
+    if origins and "*" not in origins:
+        socket = {"name": "upgrade", "string_match": {"contains": "websocket", "ignore_case": True}}
+        page = {"name": "origin", "present_match": True}
+        foreign = [{"name": "origin", "string_match": {"exact": origin}, "invert_match": True} for origin in origins]
+        text = {"inline_string": "pages of this origin may not use the gateway; gateway.allowedOrigins can allow it"}
+        yield {
+            "match": {"prefix": "/", "headers": [socket, page, *foreign]},
+            "direct_response": {"status": 403, "body": text},
+            "typed_per_filter_config": {RECEIVING[2]: _OFF},
+        }
 
 
 def _too_much() -> Json:
