@@ -215,8 +215,8 @@ class JournaledDecision(Struct):
 
 def search(path: Path, wanted: str, run: str = "") -> JournaledDecision:
     """Find a decision by our number for the request, a decision id (`run.number`), or the client's x-request-id, also
-    in the id of an answer. If several match, the newest is returned. `LAST` finds the newest decision. `run`: search
-    only this one; empty = all.
+    in the id of an answer. If several match, the newest is returned, but in one run a number counts first as ours,
+    because clients may choose numbers. `LAST` finds the newest decision. `run`: search only this one; empty = all.
 
     Raises `JournalError` or `OSError`.
     """
@@ -232,11 +232,14 @@ def search(path: Path, wanted: str, run: str = "") -> JournaledDecision:
             return max(newest.values(), key=lambda pair: pair[0])[1]
     if dot and any(candidate.id == named for candidate in there):
         run, number = named, _number(digits)
+    meant: list[str | int] = [wanted] if number is None else [number]
+    if number is None and wanted.isdecimal() and len(wanted) < 20:
+        meant = [int(wanted), wanted]
     for candidate in reversed(there):
         if run in ("", candidate.id):
-            entry = _in_run(candidate, wanted if number is None else number)
-            if entry is not None:
-                return entry
+            for name in meant:
+                if (entry := _in_run(candidate, name)) is not None:
+                    return entry
     if inner := of_answer(wanted):
         return search(path, inner, run)
     what = f"run {run}" if run else f"{len(there)} run{'s' if len(there) > 1 else ''}"
@@ -379,7 +382,7 @@ def _order(entry: JournaledDecision) -> tuple[float, int]:
 
 
 def _is_named(request: Request, wanted: str | int) -> bool:
-    return wanted in (LAST, request.id, request.external_id, str(request.id))
+    return wanted in (LAST, request.id, request.external_id)
 
 
 def _number(text: str) -> int:

@@ -92,12 +92,14 @@ class RecentDecisions:
         self, wanted: str, decision_id: DecisionId | None = None
     ) -> tuple[DecisionRecord, OutcomeRecord | None] | None:
         """The newest decision with that name; `None` = there is none. A name is our request number, a decision id, or
-        the client's x-request-id, also in the id of an answer. `LAST` = the newest decision of all. `decision_id`: see
-        `request_number`."""
+        the client's x-request-id, also in the id of an answer. Our own names count first, as clients may choose a
+        number. `LAST` = the newest decision of all. `decision_id`: see `request_number`."""
         number = request_number(wanted, decision_id)
         for entry in reversed(self._entries):
-            request = entry.decision.request
-            if wanted == LAST or request.id == number or (wanted and request.external_id == wanted):
+            if wanted == LAST or entry.decision.request.id == number:
+                return entry.decision, entry.outcome
+        for entry in reversed(self._entries):
+            if wanted and entry.decision.request.external_id == wanted:
                 return entry.decision, entry.outcome
         inner = of_answer(wanted)
         return self.find(inner, decision_id) if inner else None
