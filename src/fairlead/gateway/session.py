@@ -648,16 +648,17 @@ STREAM_GAP = 60.0
 
 class _Shares(dict[tuple[str, str, bool], float]):
     """Share of responses to follow, per model, API and whether streamed. 1 until the first ones of a kind are done.
-    Clients choose the names of models, so the oldest kind that is not done makes room for a new one."""
+    Clients choose the names of models: those that nothing serves take no room, and the oldest kind that is not done
+    makes room for a new one."""
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, serves: Callable[[str], bool]) -> None:
         super().__init__()
-        self.usual = share
+        self.usual, self._serves = share, serves
         #: How many of the first responses are left, of kinds of which one was followed.
         self.left: dict[tuple[str, str, bool], int] = {}
 
     def __missing__(self, kind: tuple[str, str, bool]) -> float:
-        if self.usual <= 0.0:
+        if self.usual <= 0.0 or not self._serves(kind[0]):
             return self.usual
         if len(self) >= MOST_INSPECTED:
             oldest = next((known for known, share in self.items() if share > self.usual), None)
@@ -674,11 +675,13 @@ class Inspection:
 
     The first responses of each model and API are all followed, so that their token counts are known soon. Following a
     stream costs work for every chunk, so later at most one stream in `STREAM_GAP` seconds is followed, unless the share
-    is 1. Call it with a request and whether its response is a stream.
+    is 1. Call it with a request and whether its response is a stream. `serves`: whether a model has first responses.
     """
 
-    def __init__(self, share: float, rng: Random, now: Callable[[], float]) -> None:
-        self._rng = rng
+    def __init__(
+        self, share: float, rng: Random, now: Callable[[], float], serves: Callable[[str], bool] = lambda model: True
+    ) -> None:
+        self._rng, self._serves = rng, serves
         self._now = now
         self._next_at = 0.0
         self._begin(share)
@@ -709,7 +712,7 @@ class Inspection:
             self._begin(share)
 
     def _begin(self, share: float) -> None:
-        self._shares = _Shares(share)
+        self._shares = _Shares(share, self._serves)
         self._next_at = 0.0
 
 

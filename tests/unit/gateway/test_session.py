@@ -924,6 +924,13 @@ def test_names_that_clients_invent_leave_room_for_the_first_answers_of_a_model()
     assert all(inspection(builders.request("x", model="new"), False) for _ in range(FIRST_INSPECTED))
 
 
+def test_names_that_nothing_serves_take_no_room_however_often_they_come():
+    inspection = Inspection(0.01, random.Random(1), Clock().time, {"new"}.__contains__)
+    invented = [builders.request("x", model=f"invented-{count}") for count in range(MOST_INSPECTED + 9)]
+    assert sum(inspection(request, False) for request in invented * FIRST_INSPECTED) < 200
+    assert all(inspection(builders.request("x", model="new"), False) for _ in range(FIRST_INSPECTED))
+
+
 def test_with_a_share_of_1_every_answer_is_followed():
     """Not only one stream a minute: what tenants use would be counted without most of their streams."""
     inspection = Inspection(1.0, random.Random(1), Clock().time)

@@ -186,7 +186,8 @@ class Core:
         self._config, self._tracing, self._clock = config, tracing, LoopClock(loop)
         self._begun = begun or config
         rng, self._run = Random(config.seed), secrets.token_hex(RUN_DIGITS // 2)
-        self.inspection = Inspection(config.inspect.usage_sampling, Random(rng.random()), self._clock.time)
+        sampling = config.inspect.usage_sampling
+        self.inspection = Inspection(sampling, Random(rng.random()), self._clock.time, self._serves)
         self.fleet = _fleet(config)
         self.connections, self.shadows = Connections(self.fleet, self._feed), LiveShadows(self.fleet, self._feed)
         self._observe(loop, one_of, gateway)
@@ -335,6 +336,11 @@ class Core:
             one_of_several=pace is not None,
             objective=Objective(ttft_ms=scaling.ttft * 1e3, tpot_ms=scaling.tpot * 1e3, startup_s=scaling.startup),
         )
+
+    def _serves(self, model: str) -> bool:
+        """Whether a model is defined, or an endpoint lists it; true for any name while no endpoint lists its models."""
+        names = self.served.union(True)
+        return not names or model in names or model in self.pipeline.models.known
 
     def _host(self, understanding: Understanding) -> Host:
         config, watch, inspection = self._config, self.watch, self.inspection
