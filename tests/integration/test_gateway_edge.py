@@ -572,6 +572,16 @@ async def test_pages_read_all_refusals_of_the_gateway(keys: bool, fail_open: boo
         assert set(at.upstream.asked) == ({CHAT, "/v1/models"} if fail_open else set())
 
 
+@pytest.mark.parametrize("size", [5, MB], ids=["small", "through the second listener"])
+async def test_a_client_of_this_machine_is_named_by_its_own_address(size: int) -> None:
+    async with edge() as at:
+        for before in ("", "203.0.113.9", "203.0.113.9, 10.0.0.1"):
+            more = f"x-forwarded-for: {before}\r\n" if before else ""
+            told = json.loads((await at.ask(body=bytes(size), more=more)).partition(b"\r\n\r\n")[2])
+            hops = told["headers"]["x-forwarded-for"].replace(" ", "").split(",")
+            assert hops == [*filter(None, before.replace(" ", "").split(",")), "127.0.0.1"]
+
+
 @pytest.mark.parametrize("origins", [("http://a.example", "http://b.example"), ("*",), ()])
 async def test_pages_of_other_origins_open_no_websocket(origins: tuple[str, ...]) -> None:
     """Browsers send no preflight before they open one."""

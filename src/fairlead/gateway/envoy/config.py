@@ -265,6 +265,8 @@ _HEADERS, _ADDED = 200, 20
 #: Internal clients may set Envoy's own controls (x-envoy-upstream-rq-timeout-ms, x-envoy-retry-on, …), and if no range
 #: is named, Envoy considers all private addresses internal. No client has the broadcast address.
 _NO_INTERNAL_CLIENTS = {"unix_sockets": False, "cidr_ranges": [{"address_prefix": "255.255.255.255", "prefix_len": 32}]}
+#: Added by us because Envoy itself would name its own address in the network instead of a loopback address.
+_CLIENT = {"key": "x-forwarded-for", "value": "%DOWNSTREAM_DIRECT_REMOTE_ADDRESS_WITHOUT_PORT%"}
 #: Shares of the heap limit: upload timeouts are shortened from the first share on, to a tenth at the second; the
 #: largest uploads are ended from the third on, and all counted ones at the fourth; requests are refused from the last.
 _HEAP_HURRY, _HEAP_RESET, _HEAP_FULL = (0.50, 0.80), (0.60, 0.85), 0.95
@@ -356,6 +358,7 @@ def _connection_manager(options: Options, outside: bool = True) -> Json:
     chunked = {"key": CHUNKED, "value": "%REQ(transfer-encoding)%"}
     set_it = {"append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}
     at_entry += ({"append": {"header": header, **set_it}} for header in (own_id, chunked))
+    at_entry += [{"append": {"header": _CLIENT, "append_action": "APPEND_IF_EXISTS_OR_ADD"}}] * outside
     config: Json = {
         "@type": _HCM,
         "stat_prefix": STAT_PREFIX if outside else UPLOADS,
@@ -365,6 +368,7 @@ def _connection_manager(options: Options, outside: bool = True) -> Json:
         "server_header_transformation": "PASS_THROUGH",
         # Inside, the client is the last address in x-forwarded-for, which the other listener added.
         "use_remote_address": outside,
+        "skip_xff_append": outside,
         "internal_address_config": _NO_INTERNAL_CLIENTS,
         # The path that is routed, decided and sent on must be the one that a model server understands.
         "normalize_path": True,

@@ -44,7 +44,7 @@ def cluster(bootstrap: dict[str, Any], name: str) -> dict[str, Any]:
 def test_headers_that_name_a_machine_go_before_anything_reads_them() -> None:
     config = manager(build(Options()))
     (early,) = config["early_header_mutation_extensions"]
-    *removals, own_id, _ = early["typed_config"]["mutations"]
+    *removals, own_id, _, _ = early["typed_config"]["mutations"]
     assert {m["remove"] for m in removals} == CONTROL_HEADERS
     assert own_id["append"]["header"] == {"key": GATEWAY_ID, "value": "%UNIQUE_ID%"}
     assert own_id["append"]["append_action"] == "OVERWRITE_IF_EXISTS_OR_ADD", "what a client sends is not believed"
