@@ -998,6 +998,10 @@ class PluginSpec(Struct, frozen=True, kw_only=True):
         return RegisteredPlugin(self.kind, self.type).params() if self.given is None else self.given
 
 
+#: Filters that keep endpoints by labels of any name, so perhaps by their roles.
+_BY_LABELS = ("by-label", "label-selector")
+
+
 class PolicySpec(Struct, frozen=True, kw_only=True):
     """A profile (filters, with the built-in ability filters first; scorers; a picker), or a policy plugin."""
 
@@ -1021,6 +1025,19 @@ class PolicySpec(Struct, frozen=True, kw_only=True):
     def may_split(self) -> bool:
         """Whether it may let one endpoint compute the prompt for another. Policies that are not built in may."""
         return self.splits or (self.plugin is not None and self.plugin.type not in BUILTINS["policy"])
+
+    @property
+    def any_role(self) -> bool:
+        """Whether endpoints that only prefill are sent whole requests too: it has no filter that keeps those that
+        decode, as filters by label and those of others may. Not known of policies without filters."""
+        if self.splits or (self.plugin is not None and not self.filters):
+            return False
+        return not any(
+            spec.type in _BY_LABELS
+            or spec.type not in BUILTINS["filter"]
+            or (spec.type == "role" and spec.parameters.stage == "decode")
+            for spec in self.filters
+        )
 
 
 class BandSpec(Struct, frozen=True, kw_only=True):

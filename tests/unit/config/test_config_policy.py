@@ -111,3 +111,18 @@ def test_mistakes(text: str, path: str, message: str, hint: str) -> None:
     assert (problem.path, problem.line) == (path, 2)
     assert message in problem.message
     assert hint in problem.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "any_role"),
+    [
+        ("policy: default", False),
+        ("scorers: [{type: queue}]", False),
+        ("builtinFilters: false\nscorers: [{type: queue}]", True),
+        ("builtinFilters: false\nfilters: [{type: role, stage: prefill}]", True),
+        ("builtinFilters: false\nfilters: [{type: role}]", False),
+        ("builtinFilters: false\nfilters: [{type: by-label, label: llm-d.ai/role, validValues: [decode]}]", False),
+    ],
+)
+def test_whether_a_policy_goes_by_the_roles_of_endpoints(text: str, any_role: bool) -> None:
+    assert load(text, need_endpoints=False).policy.any_role == any_role

@@ -221,6 +221,7 @@ class PoolScheduler:
         self.watch.choosers.follow(scheduling.remotes, scheduling.policy)
         plugin = config.policy.plugin if config.policy.splits else None
         self.watch.watch_prompts(None if plugin is None else plugin.parameters.may_split)
+        self.watch.watch_roles(config.policy.any_role)
 
     # ---- endpoints and models ----
 

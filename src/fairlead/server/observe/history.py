@@ -108,7 +108,7 @@ class History:
         show("gauge", "fairlead_endpoint_out", text, self._shown, "endpoint", "why")
         #: Models that no endpoint in use can answer, and since when (clock seconds); what they were judged by.
         self.models_out: dict[str, float] = {}
-        self._judged: tuple[int, Collection[str]] = (-1, ())
+        self._judged: tuple[int, bool, Collection[str]] = (-1, False, ())
         text = "1 while endpoints serve a model, or an adapter, and none of those in use can answer its requests."
         show("gauge", "fairlead_model_out", text, lambda: dict.fromkeys(self.models_out, 1), "model_name")
         watch.troubles.watch(MODELS_OUT, self._trouble)
@@ -225,9 +225,9 @@ class History:
                     continue
                 out[name] = Out(reason, known.since if known else now)
         self.out = out
-        if (judged := (table.version, frozenset(out))) != self._judged:
+        if (judged := (table.version, watch.any_role, frozenset(out))) != self._judged:
             self._judged = judged
-            names = sorted({name[:MAX_LABEL] for name in models_out(table, out)})[:MOST_DECLARED]
+            names = sorted({name[:MAX_LABEL] for name in models_out(table, out, watch.any_role)})[:MOST_DECLARED]
             self.models_out = {name: self.models_out.get(name, now) for name in names}
         failing = _named(table, (table.errors >= 1.0) & (table.ejected_until > now - FORGOTTEN_S))
         failing &= self._failing | {name for name, each in out.items() if each.reason == FAILS}

@@ -131,14 +131,15 @@ def _row(
     )
 
 
-def models_out(table: EndpointTable, out: Collection[str]) -> set[str]:
-    """Return the models and adapters of endpoints that no endpoint can answer which is not `out` (ids)."""
+def models_out(table: EndpointTable, out: Collection[str], any_role: bool = False) -> set[str]:
+    """Return the models and adapters of endpoints that no endpoint can answer which is not `out` (ids). `any_role`:
+    endpoints that only prefill answer too."""
     bases, adapters, answered = set[str](), set[str](), set[str]()
     for slot, endpoint in table.slots():
         own, listed = {*table.base_names(slot, endpoint)}, table.listed[slot]
         bases |= own
         adapters |= listed or set()
-        if endpoint.id not in out and endpoint.role in STAGES["decode"]:
+        if endpoint.id not in out and (any_role or endpoint.role in STAGES["decode"]):
             if not own:
                 return set()  # it may serve any
             answered |= own | endpoint.promised | ({ON_DEMAND} if listed is None else listed)

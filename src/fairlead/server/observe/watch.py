@@ -115,7 +115,7 @@ class Watch:
         self._hangs: dict[str, tuple[int, float]] = {}
         self._on_routed, self._awake, self._tracing, self._scrapes = on_routed, awake, tracing, scrapes
         self.decision_id: DecisionId | None = None  # `None` = our decisions have no ids
-        self._peers_load = PeersLoad()
+        self._peers_load, self.any_role = PeersLoad(), False  # see `watch_roles`
         self._alone: Callable[[], bool] = lambda: False
         self.standby: Callable[[], bool] = lambda: self.kube.standby  # whether gateways ask another process
         self._measured = False, False, 0  # `standby()`, `_alone()`, the breaks of the peers' load at the last reading
@@ -278,6 +278,10 @@ class Watch:
         self._peers_load.may_split = may_split
         objective, roles = self._demands[""].objective, ("", PREFILL, DECODE) if may_split else ("",)
         self._demands = {role: self._demands.get(role, Demand(objective, role)) for role in roles}
+
+    def watch_roles(self, any_role: bool) -> None:
+        """Whether the policy also sends whole requests to endpoints that only prefill."""
+        self.any_role = any_role
 
     def watch_peers(self, load: PeersLoad, alone: Callable[[], bool]) -> None:
         """Include the load of the pool's other schedulers. `alone()`: whether there is no link to them now."""

@@ -77,6 +77,10 @@ def test_a_model_is_out_while_none_of_its_endpoints_can_answer() -> None:
     fleet.up(Endpoint("c", "c:80", {"model-id": "n", "lora-adapters": "x, y"}))
     fleet.table.set_listed(slot, frozenset())
     assert [*out()] == ["m"], "c has them by its label"
+    pool.watch.watch_roles(any_role=True)
+    assert out() == {}, "requests go to b too, whatever its role"
+    pool.watch.watch_roles(any_role=False)
+    assert [*out()] == ["m"]
     fleet.sampled("a", pool.now, pool.now, Sample(waiting=0, running=0))
     assert out() == {}
 
