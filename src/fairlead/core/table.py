@@ -290,6 +290,11 @@ class EndpointTable:
             held = self._holders[adapter] = np.append(held, np.zeros(len(self) - len(held), dtype=np.bool_))
         return held
 
+    @property
+    def listed_names(self) -> Collection[str]:
+        """The adapters in the endpoints' lists of models."""
+        return self._listing.keys()
+
     def listing(self, adapter: str) -> Collection[int]:
         """Return the slots with the adapter in the list of models."""
         return self._listing.get(adapter, ())

@@ -134,29 +134,29 @@ def _row(
 def models_out(table: EndpointTable, out: Collection[str], any_role: bool = False) -> set[str]:
     """Return the models and adapters of endpoints that no endpoint can answer which is not `out` (ids). `any_role`:
     endpoints that only prefill answer too."""
-    bases, adapters, answered = set[str](), set[str](), set[str]()
+    bases, answered, usable, any_adapter = set[str](), set[str](), set[int](), False
     for slot, endpoint in table.slots():
-        own, listed = {*table.base_names(slot, endpoint)}, table.listed[slot]
+        own = {*table.base_names(slot, endpoint)}
         bases |= own
-        adapters |= listed or set()
         if endpoint.id not in out and (any_role or endpoint.role in STAGES["decode"]):
             if not own:
                 return set()  # it may serve any
-            answered |= own | endpoint.promised | ({ON_DEMAND} if listed is None else listed)
-    return (bases if ON_DEMAND in answered else bases | adapters) - answered - {""}
+            usable.add(slot)
+            answered |= own | endpoint.promised
+            any_adapter = any_adapter or table.listed[slot] is None
+    # Thousands of endpoints may list thousands of adapters each, so their lists are not read one by one.
+    any_adapter = any_adapter or ON_DEMAND in answered or not usable.isdisjoint(table.listing(ON_DEMAND))
+    names = bases if any_adapter else bases.union(table.listed_names)
+    return {name for name in names if usable.isdisjoint(table.listing(name))} - answered - {""}
 
 
 def served_models(table: EndpointTable) -> Served:
     """The models that endpoints serve. The result stays valid while `table.version` is the same."""
     bases: Counter[str] = Counter()
-    lists: Counter[frozenset[str]] = Counter()
+    adapters = Counter({name: len(table.listing(name)) for name in table.listed_names})
     for slot, endpoint in table.slots():
         bases.update(table.base_names(slot, endpoint))
-        lists[(table.adapters[slot] or frozenset()) | (table.listed[slot] or frozenset())] += 1
-    adapters: Counter[str] = Counter()
-    for names, count in lists.items():
-        for name in names:
-            adapters[name] += count
+        adapters.update(name for name in table.adapters[slot] or () if slot not in table.listing(name))
     bases.pop("", None)
     adapters.pop("", None)  # an empty name means that the engine loads further adapters on demand
     return bases, adapters
