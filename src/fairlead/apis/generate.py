@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from fairlead.apis.body import ABSENT, SALVAGE_LIMIT, Body, Reader, Scalar, StreamOptions, count, flag
 from fairlead.apis.parsed import MAX_N, Parsed, ParsedRequest, Text, choices, is_sent, named, reading, scope, short_text
-from fairlead.apis.prompt import MEDIA_BYTES, items, list_prefix, prompts_in, text_or_list, token_ids
+from fairlead.apis.prompt import MEDIA_BYTES, items, list_prefix, prompts_in, text_or_list, token_ids, truncated
 from fairlead.core.apis import GENERATE, SGLANG
 from fairlead.core.errors import ClientError
 
@@ -46,8 +46,9 @@ class _Sampling(Struct, gc=False):
     max_new_tokens: Scalar = None
     n: Scalar = None
     prompt_logprobs: Scalar = None
-    #: TGI's adapter.
+    #: TGI's adapter, and the tokens at the prompt's end that it reads.
     adapter_id: Raw = ABSENT
+    truncate: Scalar = None
 
 
 class _Batch(Struct, array_like=True, gc=False):
@@ -100,6 +101,16 @@ def parse_sglang(read: SglangBody) -> ParsedRequest:
     text, prompts = _sglang_prompt(read)
     sampling = _sampling(read.sampling_params if is_sent(read.sampling_params) else read.parameters)
     media = sum(map(items, (read.image_data, read.audio_data, read.video_data)))
+    root = scope(
+        b"sglang %b" % named(read.model, read.extra_key),
+        (b"lora", read.lora_path),
+        (b"adapter", sampling.adapter_id),
+        (b"image", read.image_data),
+        (b"audio", read.audio_data),
+        (b"video", read.video_data),
+        (b"session", read.session_params),
+    )
+    root, text = truncated(root, text, count(sampling.truncate, "truncate") * prompts, "left")
     return ParsedRequest(
         SGLANG,
         read.model or short_text(read.lora_path),
@@ -109,15 +120,7 @@ def parse_sglang(read: SglangBody) -> ParsedRequest:
         include_usage=True,
         n=choices(sampling.n, prompts),
         prompt=(text.view,),
-        root=scope(
-            b"sglang %b" % named(read.model, read.extra_key),
-            (b"lora", read.lora_path),
-            (b"adapter", sampling.adapter_id),
-            (b"image", read.image_data),
-            (b"audio", read.audio_data),
-            (b"video", read.video_data),
-            (b"session", read.session_params),
-        ),
+        root=root,
         prompt_bytes=text.size + media * MEDIA_BYTES,
         prompt_tokens=text.tokens,
         media=media,

@@ -260,6 +260,8 @@ class EmbeddingBody(Body, gc=False):
     input: Raw = ABSENT
     #: In vLLM's other form of this request, the input is a chat.
     messages: Raw = ABSENT
+    truncate_prompt_tokens: Scalar = None
+    truncation_side: Scalar = None
     user: Raw = ABSENT
 
 
@@ -290,14 +292,18 @@ def _pooled(api: str, read: EmbeddingBody) -> ParsedRequest:
         view, size, tokens = anything(read.input)
     if not tokens:
         items, size = measured(view)
+    prompts = prompts_in(read.input)
+    limit = count(read.truncate_prompt_tokens, "truncate_prompt_tokens") * max(prompts, 1)
+    root = b"%b %b" % (api.encode(), named(read.model, read.cache_salt))
+    root, (view, size, tokens) = truncated(root, Text(view, size, tokens), limit, read.truncation_side)
     return ParsedRequest(
         api,
         read.model or "",
         prompt=(view,) if view else (),
-        root=b"%b %b" % (api.encode(), named(read.model, read.cache_salt)),
+        root=root,
         prompt_bytes=size,
         prompt_tokens=tokens,
-        n=choices(None, prompts_in(read.input)),
+        n=choices(None, prompts),
         user=short_text(read.user),
         media=items,
     )

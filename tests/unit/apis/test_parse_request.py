@@ -211,6 +211,34 @@ def test_each_prompt_of_a_list_is_truncated() -> None:
     assert completion(prompt=prompts, truncate_prompt_tokens=4) == completion(prompt=prompts)
 
 
+def test_of_truncated_embeddings_only_what_is_kept_counts() -> None:
+    def embed(**members: object) -> ParsedRequest:
+        return parse_request("/v1/embeddings", json.dumps({"model": "m"} | members).encode())
+
+    ids = list(range(1000))
+    assert embed(input=ids, truncate_prompt_tokens=40).prompt_tokens == 40
+    assert embed(input=[ids, ids], truncate_prompt_tokens=40).prompt_tokens == 80
+    assert embed(input=ids, truncate_prompt_tokens=-1) == embed(input=ids)
+    text = "words of some letters " * 400
+    last = embed(input=text, truncate_prompt_tokens=40)
+    first = embed(input=text, truncate_prompt_tokens=40, truncation_side="right")
+    assert last.prompt_bytes == first.prompt_bytes <= 40 * 7
+    assert first.root == embed(input=text).root != last.root
+    said = embed(messages=[{"role": "user", "content": text}], truncate_prompt_tokens=40)
+    assert said.prompt_bytes <= 40 * 7
+
+
+def test_of_a_prompt_that_tgi_truncates_only_the_end_counts() -> None:
+    def generate(**parameters: object) -> ParsedRequest:
+        body = {"inputs": "words of some letters " * 400, "parameters": parameters}
+        return parse_request("/generate", json.dumps(body).encode())
+
+    whole, cut = generate(), generate(truncate=40)
+    assert cut.prompt_bytes <= 40 * 7 < whole.prompt_bytes
+    assert joined(whole).endswith(joined(cut))
+    assert generate(truncate=100_000) == generate(truncate=None) == whole
+
+
 def test_a_truncated_chat_ends_with_its_messages() -> None:
     def said(count: int, **members: Any) -> ParsedRequest:
         turns = [{"role": "user", "content": "question " * 100}, {"role": "assistant", "content": "answer " * 100}]
