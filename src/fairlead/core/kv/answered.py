@@ -36,6 +36,7 @@ class RankState(Struct, frozen=True, kw_only=True):
     lives: int = 0
     numbered: bool = False
     blocks: int = 0
+    clears: int = 0
 
 
 class AnsweredIndex(KvIndex):
@@ -72,6 +73,9 @@ class AnsweredIndex(KvIndex):
         self._reported[slot] = reported or before  # an indexer that restarts has no ranks at first
         for state in states[:MOST_RANKS]:
             cache = self.rank(slot, state.rank, self._model)
+            if cache.heard and state.clears > cache.clears:  # an indexer that restarts counts from 0
+                cache.note_emptied()
+            cache.clears = state.clears
             cache.heard, cache.linked, cache.behind = state.heard, state.linked, state.behind
             cache.provisional, cache.dropped, cache.lives = state.provisional, state.dropped, state.lives
             cache.block_size, cache.numbered = state.block_size, state.numbered

@@ -179,6 +179,8 @@ class RankCache(Struct, eq=False):
     counts: Counts = field(default_factory=Counts)
     #: Its engine emptied it a moment ago: the calls of `ExactKnowledge.refresh` until that is forgotten.
     emptied: int = 0
+    #: How often it has done so. Tells readers of its state in other processes, who may miss the moment.
+    clears: int = 0
     #: Tokens per block, from the last store in the fastest tier that has any; 0 = not reported yet.
     block_size: int = 0
     #: All block sizes of its blocks, and the fastest tier of each. A connector's chunks may be larger than blocks.
@@ -254,6 +256,7 @@ class RankCache(Struct, eq=False):
 
     def note_emptied(self) -> None:
         self.emptied = _EMPTIED_FOR
+        self.clears += 1
 
     @property
     def blocks(self) -> int:

@@ -112,6 +112,17 @@ def test_a_new_engine_is_noticed_rank_by_rank() -> None:
     assert lives == [0, 0, 0, 0, 1, 1, 1, 2]
 
 
+def test_an_engine_that_emptied_its_cache_is_noticed_once() -> None:
+    exact = ExactKnowledge(index=(index := AnsweredIndex(ANY_MODEL)))
+    exact.add_slot(0)
+    emptied = []
+    for clears in (5, 5, 6, 6, 0, 0, 1):
+        index.report(0, [replace(CURRENT, clears=clears)])
+        emptied.append(exact.refresh())
+    # What was before the first report, and an indexer that restarts, say nothing about now.
+    assert emptied == [[], [], [0], [], [], [], [0]]
+
+
 @pytest.mark.parametrize(
     ("tiers", "total", "found"),
     [((3, 2), 5, (3, 2)), ((9, 2), 5, (5, 0)), ((-1, 2), 5, (0, 2)), ((1, 1, 1, 1, 1), 9, (1, 1, 1, 1)), ((), 3, ())],
