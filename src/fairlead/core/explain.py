@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from fairlead.core.columns import BoolColumn, FloatColumn
 from fairlead.core.cost import Weights, parts
-from fairlead.core.endpoint import Endpoint
+from fairlead.core.endpoint import STAGES, Endpoint
 from fairlead.core.policy import Context, CostPolicy, Cycle, Explainable, Picked, Policy
 from fairlead.core.prefix import AS_FREE
 from fairlead.core.profile import estimate
@@ -270,6 +270,8 @@ def explain(make: Callable[[], Policy], request: Request, trace: Trace, endpoint
     candidates = _candidates(view, request, trace, totals, terms, chosen, limits)
     split = trace.split
     reasons = [] if split is None else [why_split(split, endpoint)]
+    if split is not None and split.taken and _alone_prefills(split, view, candidates):
+        reasons.append(f"{split.prefill} was the only endpoint that could compute the prompt for others")
     reasons += why(candidates, unit, split.prefill if split is not None and split.taken else "")
     reasons += [] if trace.waited is None else why_waited(trace.waited)
     return Explanation(
@@ -282,6 +284,13 @@ def explain(make: Callable[[], Policy], request: Request, trace: Trace, endpoint
         waited=trace.waited,
         split=split,
     )
+
+
+def _alone_prefills(split: SplitCosts, view: Restored, candidates: Sequence[Candidate]) -> bool:
+    """Whether no other endpoint could have computed the prompt. The decoder does not count."""
+    prefills = {endpoint.id for _, endpoint in view.table.slots() if endpoint.role in STAGES["prefill"]}
+    unchosen = (row for row in candidates if not row.chosen and row.endpoint != split.prefill)
+    return not any(row.part or (row.endpoint in prefills and not row.removed_by) for row in unchosen)
 
 
 def rating(trace: Trace) -> FloatColumn:

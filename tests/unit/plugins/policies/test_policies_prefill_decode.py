@@ -119,6 +119,27 @@ def test_endpoints_that_only_prefill_are_not_said_to_be_filtered_out(always: boo
     assert parts == {"e0": first, "e1": "could compute the prompt", "e2": "", "e3": ""}
 
 
+@pytest.mark.parametrize(
+    ("roles", "alone"),
+    [
+        (("prefill", "decode"), True),
+        (("prefill", "decode", "prefill"), False),
+        (("prefill", "both", "both"), False),
+        (("prefill", "both"), True),
+        (("prefill", "decode", "decode"), True),
+    ],
+)
+def test_the_only_prefill_server_is_said_to_be_the_only_one(roles: tuple[str, ...], alone: bool) -> None:
+    known, asked = pool(*roles), request(LONG)
+    found = pick(known, asked, always=True)
+    assert found.trace is not None and found.trace.split is not None
+    found.trace.snapshot = Snapshots()(known, 1.0)
+    policy = PrefillDecode(PrefillDecodeParams(always=True), filters=[Role(RoleParams())])
+    said = explain(lambda: policy, asked, found.trace, known.table.ids[found.slot])
+    reason = f"{found.trace.split.prefill} was the only endpoint that could compute the prompt for others"
+    assert (reason in said.why) is alone
+
+
 def test_a_slow_transfer_is_avoided() -> None:
     asked = request(LONG)
     assert pick(pool("prefill", "decode"), asked, transfer_ms_per_1k_tokens=1e5).prefill_slot == -1
