@@ -227,7 +227,7 @@ async def measure(kind: str, where: str, shape: str, load: Callable[[Gateway, in
     finally:
         assert server.stdin is not None
         server.stdin.close()
-        server.wait(10)
+        server.wait(60)
     user, system, wakeups = (b - a for a, b in zip(before, after, strict=True))
     return {
         "cpu_us": round((user + system) / count * 1e6, 1),

@@ -24,9 +24,8 @@ async def accessible(page: Page, axe: str) -> None:
 
 
 async def fits(page: Page) -> None:
-    """Nothing sticks out sideways."""
-    wide = await page.run("document.scrollingElement.scrollWidth - document.documentElement.clientWidth")
-    assert wide <= 0
+    """Nothing sticks out sideways, once the page is laid out."""
+    await page.until("document.scrollingElement.scrollWidth <= document.documentElement.clientWidth")
 
 
 async def figure(page: Page, name: str) -> float:

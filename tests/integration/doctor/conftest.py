@@ -36,7 +36,7 @@ from fairlead.lab.stub.pool import StubPool
 from fairlead.server.live import Live
 
 MODEL = "tiny"
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 120.0
 
 
 class StubTokeniser(PromptTokeniser):

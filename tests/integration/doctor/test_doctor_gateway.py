@@ -134,11 +134,9 @@ async def test_a_scheduler_without_recent_metrics_is_named(world: Any, pool_of: 
         while not (await world.examined(config, admin=admin)).well:
             await asyncio.sleep(0.2)
     await world.pool.stop(0)
-    async with asyncio.timeout(20):
-        while "freshness.stale" not in codes(await world.examined(config, admin=admin, only=("freshness",))):
+    async with asyncio.timeout(30):  # on a busy machine those of the other may be late now and then
+        while codes(await world.examined(config, admin=admin)) != {"endpoints.unreachable", "freshness.stale"}:
             await asyncio.sleep(0.2)
-    found = await world.examined(config, admin=admin)
-    assert codes(found) == {"endpoints.unreachable", "freshness.stale"}
 
 
 async def test_a_port_that_speaks_otherwise_than_configured_is_named(
