@@ -204,10 +204,9 @@ class Account(Struct, eq=False):
     def row(self) -> tuple[float, ...]:
         """Return the endpoint's values of the columns `fairlead.core.table.LOAD`, in their order."""
         pending, active, early = self.pending, self.active, self.early
-        running = max(active - self.lost, 0.0) if self.lost else active
         return (
             pending - early + self.others_waiting,
-            running + early + self.others_running,
+            (max(active - self.lost, 0.0) if self.lost else active) + early + self.others_running,
             pending + active,
             pending,
             self.pending_tokens,
