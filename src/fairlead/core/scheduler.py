@@ -65,6 +65,7 @@ from fairlead.core.request import Request, Usage
 from fairlead.core.requests import OF_REQUEST, TRANSITIONS, RequestEntry, Requests, RequestState, Trigger
 from fairlead.core.scheduling import Build
 from fairlead.core.shadow import CaseTaker
+from fairlead.core.stalls import TIMED_S
 from fairlead.core.tokens import TokenEstimator
 
 #: Name of the timer that ends more requests, and how many one call ends.
@@ -72,6 +73,7 @@ ENDINGS_TIMER, MOST = "endings", 64
 #: Name and period (seconds) of the timer that looks for expired leases.
 EXPIRY_TIMER = "expire-leases"
 EXPIRY_PERIOD = 5.0
+STALLS_TIMER = "look-for-stalls"
 #: Statuses of requests that the client gave up, by a gRPC deadline for example: they say nothing about the endpoint.
 GIVEN_UP = (408, 499)
 #: With more requests than this, flow control goes on counting them when one flow is left: if another comes, all must be
@@ -174,7 +176,8 @@ class Pipeline:
 
     def start(self) -> list[Instruction]:
         """The first instructions, before any event."""
-        return [SetTimer(EXPIRY_TIMER, self._clock.time() + EXPIRY_PERIOD)]
+        now = self._clock.time()
+        return [SetTimer(EXPIRY_TIMER, now + EXPIRY_PERIOD), SetTimer(STALLS_TIMER, now + TIMED_S)]
 
     # ---- scheduled ----
 
@@ -851,6 +854,10 @@ class Pipeline:
             return self._decide(self.parking.expired(now), T.TIMED_OUT) + self.parking.timer()
         if event.name == ENDINGS_TIMER:
             return self._endings.end_some()
+        if event.name == STALLS_TIMER:
+            if now >= self._stalls.due:
+                self._stalls.look(now)
+            return [SetTimer(STALLS_TIMER, now + TIMED_S)]
         if event.name == PEERS_TIMER:
             self.peers.take_some()
             return self._rest_of_snapshots()

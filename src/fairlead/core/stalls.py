@@ -23,6 +23,8 @@ Theory
 * An endpoint is *suspect* when its silence is longer than plausible, and *out* after `OUT` times that. With the least
   values and a scrape every 0.2 s: suspect after 1.4 s, out after 3.2 s. Suspect endpoints get requests only if no other
   can serve them, endpoints that are out only if all others are out too (`plugins.filters.availability.Health`).
+* Time in which this process stood still is no silence: signs of progress wait too. A timer looks every `TIMED_S`, so a
+  look that is more than `LATE_S` late shows a standstill. It moves the beginnings of all silences and judges none.
 * An endpoint recovers at the first progress. If it has no work left that could show progress, it may get one request
   every `RETRIED_S` as a test (`TRIED`). Until one makes progress, it counts as suspect for everyone who looks; but for
   `FORGOTTEN_S` at most if none comes, because nothing is known then, and an alert would last all night.
@@ -67,10 +69,10 @@ BAND = (1.0, 4.0)
 SEEN_S = 0.3
 #: Seconds for which a scrape proves that the page follows the engine's steps.
 TELLS_S = 10.0
-#: Seconds between two looks at all endpoints.
-LOOK_S = 0.2
-#: A look this many seconds late judges no silence: signs of progress may have waited while this process did not run.
-LATE_S = 1.0
+#: Seconds between two looks at all endpoints, and between two looks by the timer, for when nothing else happens.
+LOOK_S, TIMED_S = 0.2, 0.5
+#: A look this many seconds late shows that this process did not run. More than `TIMED_S` - `LOOK_S`.
+LATE_S = 0.5
 #: Silent endpoints that are judged in one call, at most.
 SILENT = 64
 
@@ -118,8 +120,6 @@ class Stalls:
         self.due = -inf
         #: The slot at which the next `look` begins; above 0 = the last one was not finished.
         self._next = 0
-        #: Whether the last look was late. Then the next one judges, however late it is.
-        self._late = False
         #: Changed levels that `take_changes` has not returned yet. Always the same list object.
         self.changes: list[StallRecord] = []
         #: Factor on the time until a request is overdue, 1 to `MOST`.
@@ -195,7 +195,10 @@ class Stalls:
         """Judge the silence of all endpoints. Call it before a decision and after a scrape, once `due` has passed. If
         more than `SILENT` are silent, `due` stays in the past, and the next call continues."""
         table, left = self._table, SILENT
-        self._late = late = not self._late and not self._next and now - self.due > LATE_S
+        late = not self._next and now - LATE_S > self.due > -inf
+        if late:
+            for each in self._watched:
+                each.since = min(each.since + (now - self.due), now)
         for slot, work in enumerate((table.queue + table.active).tolist()):
             if slot < self._next:
                 continue

@@ -17,13 +17,14 @@ from fairlead.core.events import (
     RequestMoved,
     ResponseEnded,
     StreamLost,
+    TimerFired,
 )
 from fairlead.core.fleet import Fleet
-from fairlead.core.instructions import Record, Route
+from fairlead.core.instructions import Record, Route, SetTimer
 from fairlead.core.records import Forecast, StallRecord
 from fairlead.core.reports import SharedFleet
 from fairlead.core.request import Request
-from fairlead.core.scheduler import Pipeline
+from fairlead.core.scheduler import STALLS_TIMER, Pipeline
 from fairlead.core.stalls import FORGOTTEN_S, LOOK_S, MOST, OUT_OF_USE, SILENT, SUSPECT, WELL, overdue_s
 from fairlead.core.tokens import TokenEstimator
 from fairlead.plugins.filters.availability import Health, HealthParams
@@ -144,12 +145,31 @@ def test_silence_while_this_process_was_suspended_is_none() -> None:
     assert not rig.told
 
 
-def test_looks_that_are_always_late_judge_every_other_time() -> None:
-    rig = Rig(1)
+def test_standstills_one_after_another_accuse_nobody() -> None:
+    """Each request holds up the process, as those of a policy that hangs do; pages are read again afterwards."""
+    rig = Rig()
     rig.warm()
     for _ in range(4):
-        rig.clock.now += 5.0
+        rig.clock.now += 0.9
         rig.send()
+    rig.step(scraped=False)
+    rig.step()
+    rig.step()
+    assert not rig.told
+    rig.hang("e0", 8.0)
+    assert [record.level for record in rig.told] == ["suspect", "out"], "from then on silence counts as ever"
+
+
+def test_a_hang_is_found_although_pages_are_rarely_read_and_no_requests_come() -> None:
+    rig = Rig(1)
+    rig.warm()
+    rig.hung.add("e0")
+    rig.send(stream=False)
+    began = rig.clock.now
+    timers = {i.name: i.at for i in rig.pipeline.start() if isinstance(i, SetTimer)}
+    while rig.clock.now < began + 6.0:
+        rig.clock.now = timers[STALLS_TIMER]
+        timers |= {i.name: i.at for i in rig.feed(TimerFired(STALLS_TIMER)) if isinstance(i, SetTimer)}
     assert [record.level for record in rig.told] == ["suspect", "out"]
 
 
@@ -505,7 +525,6 @@ def test_a_look_at_a_silent_pool_is_split() -> None:
         fleet.charge(Request(id=number, arrived=now, prompt_tokens=10, stream=True), number, now, 0, 10.0)
         fleet.stalls.moved(number, now)
     now += 60.0
-    fleet.stalls.look(now - 2 * LOOK_S)
     levels = []
     for _ in range(3):
         assert fleet.stalls.due < now
