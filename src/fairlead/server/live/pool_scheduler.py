@@ -24,6 +24,7 @@ from fairlead.server.journal.writer import segments
 from fairlead.server.live.choosers import check_schedulers
 from fairlead.server.live.kv import KvListening
 from fairlead.server.live.wiring import Core, TimeOfDay, pool_label
+from fairlead.server.observe.component_metrics import SPEED
 from fairlead.server.observe.log import get
 from fairlead.server.observe.snapshot import SnapshotMaker
 from fairlead.server.observe.tracing import Tracing
@@ -153,12 +154,14 @@ class PoolScheduler:
     def turned(self, late_s: float) -> None:
         """Do the work of a timer of the event loop, which fired `late_s` seconds late."""
         self.watch.metrics.families.loop_lag.child().observe(late_s)
+        self.watch.tempo.turned(late_s)
         self.host.pulse.beat()
         self.troubles.look()
         self.maker.history.look(asyncio.get_running_loop().time())
 
     def _watch_troubles(self) -> None:
         troubles = self.troubles
+        troubles.watch(SPEED, self.watch.tempo.trouble)
         troubles.watch("configuration", lambda: self.unusable)
         state = self.core.state
         if state is not None:

@@ -39,7 +39,7 @@ from fairlead.server.live.memory import HeapTrim, LoopLag, keep_heap, settle_mem
 from fairlead.server.live.pool_scheduler import PoolScheduler
 from fairlead.server.live.pools import LivePools
 from fairlead.server.live.wiring import start_tracing
-from fairlead.server.observe.component_metrics import GatewayMetrics, show_budget, show_spans
+from fairlead.server.observe.component_metrics import SPEED, GatewayMetrics, show_budget, show_spans
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.log import get
 from fairlead.server.observe.log import setup as setup_log
@@ -442,7 +442,8 @@ def watch_gateway(
     if not where:
         return None
     admins = [EnvoyAdmin.from_address(each) for each in where]
-    shown = GatewayMetrics(registry, keep, len(admins), asyncio.get_running_loop().time)
+    now = asyncio.get_running_loop().time
+    shown = GatewayMetrics(registry, keep, len(admins), now, lambda: SPEED in troubles.present)
     troubles.watch("gateway", shown.trouble)
 
     async def ask() -> None:

@@ -169,16 +169,64 @@ def _kind(verdict: ShadowVerdict) -> str:
     return "agree" if verdict.agrees else "differ"
 
 
+#: The name of the trouble that `Tempo` reports.
+SPEED = "speed"
+#: The event loop is too slow if its timers fire this many seconds late, smoothed: each turn has the weight `_WEIGHT`.
+SLOW_S, _WEIGHT = 0.2, 0.3
+#: A policy is named as the cause if it takes at least this share of the time.
+_DOMINATES = 0.3
+
+
+class Tempo:
+    """Whether the event loop is too slow, and the policy that takes most of its time. `policies`: the histograms of
+    seconds for a decision, by labels that end with the policy's name."""
+
+    def __init__(self, policies: Mapping[tuple[str, ...], Histogram], now: Callable[[], float]) -> None:
+        self._policies, self._now = policies, now
+        self._late_s = 0.0
+        #: When the last turn began and, by policy: seconds and decisions until then.
+        self._turned_time = now()
+        self._before: dict[str, tuple[float, int]] = {}
+        self._cause = ""
+
+    def turned(self, late_s: float) -> None:
+        """Take the seconds that a timer of the event loop fired late. Call it twice a second."""
+        self._late_s += _WEIGHT * (late_s - self._late_s)
+        now, took = self._now(), {key[-1]: (each.sum, sum(each.counts)) for key, each in self._policies.items()}
+        passed, self._turned_time = now - self._turned_time, now
+        cause = self._cause if self._late_s >= SLOW_S else ""
+        for name, (seconds, count) in took.items():
+            before_s, before = self._before.get(name, (0.0, 0))
+            if passed > 0.0 and seconds - before_s >= _DOMINATES * passed and count > before:
+                each_ms = 1e3 * (seconds - before_s) / (count - before)
+                cause = f"; the policy '{name}' takes {each_ms:.0f} ms for a decision"
+        self._before, self._cause = took, cause
+
+    def trouble(self) -> str:
+        """Why requests wait for this process; empty = they do not."""
+        if self._late_s < SLOW_S:
+            return ""
+        return f"the scheduler is too slow: its event loop is {1e3 * self._late_s:.0f} ms late{self._cause}"
+
+
 #: Seconds without an answer after which an Envoy counts as down.
 DOWN_S = 3.0
 
 
 class GatewayMetrics:
     """Metrics from the statistics of the gateway's Envoys. `keep`: the file with their counts, from which the next
-    scheduler continues; `None` = the counts are not kept. `envoys`: their number."""
+    scheduler continues; `None` = the counts are not kept. `envoys`: their number. `slow`: whether this process is
+    too slow to read answers in time."""
 
-    def __init__(self, registry: Registry, keep: Path | None, envoys: int, now: Callable[[], float]) -> None:
-        self._keep, self._now = keep, now
+    def __init__(
+        self,
+        registry: Registry,
+        keep: Path | None,
+        envoys: int,
+        now: Callable[[], float],
+        slow: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._keep, self._now, self._slow = keep, now, slow
         #: When each Envoy last answered.
         self._answered = [now()] * envoys
         #: The sum of the last counts of all Envoys that died, and the last count of each present Envoy.
@@ -192,7 +240,10 @@ class GatewayMetrics:
         registry.follow("gauge", "fairlead_gateway_up", text, lambda: int(not self.trouble()))
 
     def trouble(self) -> str:
-        """Why the gateway is in trouble: an Envoy does not answer; empty = all answer."""
+        """Why the gateway is in trouble: an Envoy does not answer; empty = all answer, as far as one can tell. While
+        this process is too slow, no Envoy is judged, and they have the usual time afterwards."""
+        if self._slow():
+            self._answered = [self._now()] * len(self._answered)
         silent = sum(self._now() - time_s > DOWN_S for time_s in self._answered)
         return f"the embedded gateway does not answer ({silent} of {len(self._answered)} Envoys)" if silent else ""
 

@@ -14,6 +14,7 @@ from fairlead.core.endpoint import PREFILL_ONLY, STAGES
 from fairlead.core.fleet import ERRORS_TO_EJECT
 from fairlead.core.remote import CLOSED
 from fairlead.core.trust import Finding
+from fairlead.server.observe.component_metrics import SPEED
 from fairlead.server.observe.troubles import Happened
 from fairlead.server.observe.watch import Watch
 
@@ -544,6 +545,7 @@ _SECTIONS = {
     "gateway-uploads": "FairleadUploadsEnded",
     "journal": "FairleadJournalLoses",
     "kubernetes": "FairleadKubeLost",
+    SPEED: "EPPHighLatency",
 }
 
 
@@ -587,9 +589,10 @@ def _failing(watch: Watch, happened: Happened, now: float) -> Iterable[Notice]:
             continue
         so_often = f" ({count:,.0f} since the start)"
         if name == "bypassed":
-            what = f"{so_often}; it could not reach the scheduler, or not in time."
+            slow = watch.tempo.trouble()
+            what = f"{so_often}; {slow or 'it could not reach the scheduler, or not in time'}."
             text = "The gateway serves requests without asking us"
-            yield Notice(BAD, name, text, detail=what, runbook="FairleadBypassed")
+            yield Notice(BAD, name, text, detail=what, runbook="EPPHighLatency" if slow else "FairleadBypassed")
         elif name == "expired":
             what = f"{so_often}; check the gateway's access log."
             text = "Some requests' ends are never reported"

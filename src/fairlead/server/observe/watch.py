@@ -16,7 +16,13 @@ from fairlead.core.records import DecisionRecord, OutcomeRecord, StallRecord
 from fairlead.core.request import Request
 from fairlead.core.stalls import LEVELS, level_name
 from fairlead.pool.scrape import TOLD_AFTER, ScrapeStats
-from fairlead.server.observe.component_metrics import ChooserMetrics, KubeMetrics, ShadowMetrics, UploadMetrics
+from fairlead.server.observe.component_metrics import (
+    ChooserMetrics,
+    KubeMetrics,
+    ShadowMetrics,
+    Tempo,
+    UploadMetrics,
+)
 from fairlead.server.observe.decisions import DecisionId, RecentDecisions, explained
 from fairlead.server.observe.fleet_gauges import EndpointStatus, FleetStatus
 from fairlead.server.observe.flow_metrics import FlowMetrics
@@ -93,12 +99,12 @@ class Watch:
         self._apart = self._out_of_reach_logged = False  # whether there was a server of one role only
         self.queue = FlowMetrics(self.metrics, pool, fleet, now)
         self.metrics.on_forget = self.queue.forget
-        self.choosers = ChooserMetrics(self.metrics.registry)
+        self.choosers, self.kube = ChooserMetrics(self.metrics.registry), KubeMetrics(self.metrics.registry)
         self.shadows = ShadowMetrics(self.metrics.registry, skipped, cut)
-        self.kube = KubeMetrics(self.metrics.registry)
         self.uploads = UploadMetrics(self.metrics.registry, now)
         self.troubles = Troubles(self.metrics.registry, now)
         self.troubles.watch("kubernetes", self.kube.trouble)
+        self.tempo = Tempo(self.metrics.families.plugin.children, now)
         self.troubles.watch("scrapes", self._unread)
         self.troubles.watch("gateway-uploads", self.uploads.note)
         if not one_of_several:

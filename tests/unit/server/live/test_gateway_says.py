@@ -15,8 +15,9 @@ from fairlead.compat.load import load
 from fairlead.gateway.envoy.admin import EnvoyAdmin, Vitals
 from fairlead.gateway.health import ServingStatus
 from fairlead.server.live.scheduler import Live, watch_gateway
-from fairlead.server.observe.component_metrics import GatewayMetrics
+from fairlead.server.observe.component_metrics import DOWN_S, GatewayMetrics, Tempo
 from fairlead.server.observe.exposition import Registry
+from fairlead.server.observe.instruments import histograms
 from fairlead.server.observe.troubles import Troubles
 from fairlead.server.running_gateway import RunningGateway
 
@@ -126,6 +127,31 @@ def test_of_two_envoys_one_falls_silent() -> None:
         shown.take(vitals or [None, None])
         assert shown.trouble().rpartition("(")[2] == text
         assert b"\nfairlead_gateway_up %d\n" % (not text) in registry.render()
+
+
+def test_a_slow_scheduler_says_so_and_does_not_blame_the_gateway() -> None:
+    registry, now, slow = Registry(), [10.0], [0.0]
+    took = histograms("policy", bounds=(0.1,))
+    tempo = Tempo(took.children, lambda: now[0])
+    shown = GatewayMetrics(registry, None, 1, lambda: now[0], lambda: bool(tempo.trouble()))
+    for late_s in (0.0, 0.5, 0.5, 0.6, 0.5, 0.5, 0.5):
+        now[0] += 0.5 + late_s
+        for _ in range(8 if late_s else 0):
+            took.child("mine").observe(0.05)
+        tempo.turned(late_s)
+        slow.append(float(bool(tempo.trouble())))
+        shown.take([None])
+        shown.trouble()
+    assert slow[:2] == [0.0, 0.0] and all(slow[3:]), "one late turn is nothing"
+    assert tempo.trouble().endswith("late; the policy 'mine' takes 50 ms for a decision")
+    assert not shown.trouble()
+    for _ in range(6):
+        now[0] += 0.5
+        tempo.turned(0.0)
+        assert not shown.trouble(), "it has its time from then on"
+    assert not tempo.trouble()
+    now[0] += DOWN_S
+    assert shown.trouble()
 
 
 PRESSURE = "overload.envoy.resource_monitors.fixed_heap.pressure"
