@@ -18,6 +18,7 @@ Rules
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -33,6 +34,8 @@ BURST = 5
 WINDOW_S = 60.0
 MAX_VALUE = 400
 _MAX_TRACEBACK = 4000
+#: Of a reason: the plugin and the type of its error.
+_KIND = re.compile(r"plugin [^:]*: \w+(?=[:(]|$)")
 _MAX_KEYS = 1000
 #: Bytes that may wait for the reader of stderr; bytes of one write; seconds to write the rest at the end.
 _MAX_WAITING, _WRITE = 4 << 20, 64 << 10
@@ -211,7 +214,8 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 class RepeatFilter(logging.Filter):
-    """Passes a repeating warning or error at most `BURST` times per `WINDOW_S` seconds."""
+    """Passes a repeating warning or error at most `BURST` times per `WINDOW_S` seconds. Different plugins and different
+    kinds of their errors are different lines."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -226,7 +230,10 @@ class RepeatFilter(logging.Filter):
         # Our own messages are an argument of "%s"; in a library's line the constant part is the format.
         message = record.args[0] if record.msg == "%s" and isinstance(record.args, tuple) else record.msg
         texts = (message, fields.get("endpoint", ""), fields.get("problem", ""))
-        key = (record.name, *(str(text)[:MAX_VALUE] for text in texts))
+        plugin = fields.get("plugin", "")
+        # The kind of an error is its text up to its own words, which may hold a prompt: "plugin x: KeyError".
+        kind = _KIND.match(str(fields.get("reason", ""))[:MAX_VALUE]) if plugin else None
+        key = (record.name, *(str(text)[:MAX_VALUE] for text in (*texts, plugin)), kind[0] if kind else "")
         now = self._clock()
         began, count = self._seen.pop(key, (now, 0))
         left_out = 0

@@ -147,6 +147,16 @@ def test_repetition_is_held_back_and_owned_up_to() -> None:
     assert repeated.passes() is True
 
 
+def test_other_plugins_and_other_errors_of_a_plugin_are_told_but_not_each_text() -> None:
+    repeated = Repeated()
+    reasons = [f"plugin a: RuntimeError: prompt {number} (a.py, line {number})" for number in range(8)]
+    passed = [repeated.passes(plugin="a", reason=reason) for reason in reasons]
+    assert passed == [True] * log.BURST + [False] * (8 - log.BURST)
+    assert repeated.passes(plugin="a", reason="plugin a: ValueError: NaN or -inf for 2 of 2 slots") is True
+    assert repeated.passes(plugin="a", reason="plugin a: RuntimeError") is False
+    assert repeated.passes(plugin="b", reason="plugin b: RuntimeError: prompt") is True
+
+
 def test_below_warning_nothing_is_held_back() -> None:
     repeated = Repeated()
     assert all(repeated.passes(level=logging.INFO) for _ in range(100))
