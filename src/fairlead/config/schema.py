@@ -242,7 +242,7 @@ class FileSource(Section):
 
 
 class ScrapeTls(Section):
-    ca_file: RelativePath = Field(default="", description="PEM bundle; empty = the system's.")
+    ca_file: RelativePath = Field(default="", description="PEM bundle, followed; empty = the system's.")
     verify: bool = Field(default=True, description="False accepts any certificate.")
 
 

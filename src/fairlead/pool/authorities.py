@@ -1,7 +1,16 @@
 """The certificate authorities that a client trusts, and its own certificate, from files of the configuration."""
 
+import asyncio
+import logging
+import os
 import ssl
+import time
 from pathlib import Path
+
+log = logging.getLogger("fairlead.tls")
+
+#: Seconds between two looks at a bundle that is followed.
+_LOOK_S = 1.0
 
 
 def trusting(ca_file: str, cert_dir: str = "") -> ssl.SSLContext:
@@ -21,3 +30,40 @@ def trusting(ca_file: str, cert_dir: str = "") -> ssl.SSLContext:
         except ssl.SSLError as error:
             raise OSError(f"cannot use tls.crt and tls.key in {cert_dir}: {error.strerror}") from error
     return context
+
+
+class FollowedAuthorities:
+    """A context that trusts the authorities of a PEM bundle, which is read again when it changes. A bundle that cannot
+    be used changes nothing; this is logged once. Belongs to one event loop."""
+
+    def __init__(self, ca_file: str) -> None:
+        """Raises an `OSError` that names the file."""
+        self._file = ca_file
+        self._stamp = self._identify()
+        self._context = trusting(ca_file)
+        self._looked = time.monotonic()
+        self._problem = ""
+
+    async def context(self) -> ssl.SSLContext:
+        """The context for the next connection. Never raises."""
+        now = time.monotonic()
+        if now - self._looked >= _LOOK_S:
+            self._looked = now
+            await asyncio.to_thread(self._look)
+        return self._context
+
+    def _look(self) -> None:
+        problem = ""
+        try:
+            stamp = self._identify()
+            if stamp != self._stamp:
+                self._context, self._stamp = trusting(self._file), stamp
+        except OSError as error:
+            problem = str(error)
+        if problem and problem != self._problem:
+            log.warning("cannot load new certificate authorities, the old ones stay in use: %s", problem)
+        self._problem = problem
+
+    def _identify(self) -> tuple[int, int, int]:
+        status = os.stat(self._file)
+        return status.st_ino, status.st_mtime_ns, status.st_size

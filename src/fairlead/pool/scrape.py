@@ -21,7 +21,7 @@ from fairlead.apis.prometheus import PageReader, Reading
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import MetricsFailed, MetricsSampled
 from fairlead.pool.aio import read_at_most
-from fairlead.pool.authorities import trusting
+from fairlead.pool.authorities import FollowedAuthorities
 from fairlead.pool.scrape_http import RECEIVE_BYTES, PageConnection, answers, request_bytes
 
 USER_AGENT = f"fairlead/{__version__}"
@@ -52,7 +52,7 @@ class ScrapeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     token_file: str = ""
     #: The file with the token that model servers require, for `/v1/models`; empty = `token_file` where that fits.
     upstream_token_file: str = ""
-    #: PEM bundle for https; empty = the system's authorities.
+    #: PEM bundle for https, followed; empty = the system's authorities.
     ca_file: str = ""
     #: False = accept any certificate, for test beds.
     verify: bool = True
@@ -209,7 +209,7 @@ class SecureFetcher:
         self._accept = accept
         self._keep = keep
         self._session: aiohttp.ClientSession | None = None
-        self._ssl: ssl.SSLContext | bool = True
+        self._authorities: FollowedAuthorities | None = None  # `None` = the system's
         self._token = TokenFile(options.token_file)
 
     async def fetch(self, url: str) -> bytes:
@@ -222,7 +222,10 @@ class SecureFetcher:
             raise ScrapeError(f"{type(error).__name__}: {error}") from error
         try:
             session = self._session or self._open()
-            async with session.get(url, headers=headers, ssl=self._ssl, allow_redirects=False) as response:
+            trusted: ssl.SSLContext | bool = self._options.verify
+            if self._authorities is not None:
+                trusted = await self._authorities.context()
+            async with session.get(url, headers=headers, ssl=trusted, allow_redirects=False) as response:
                 if response.status != 200:
                     raise ScrapeError(f"status {response.status}", answers(response.status))
                 most = self._options.max_page
@@ -237,10 +240,8 @@ class SecureFetcher:
             self._session = None
 
     def _open(self) -> aiohttp.ClientSession:
-        if not self._options.verify:
-            self._ssl = False
-        elif self._options.ca_file:
-            self._ssl = trusting(self._options.ca_file)
+        if self._options.verify and self._options.ca_file:
+            self._authorities = FollowedAuthorities(self._options.ca_file)
         kept = 30 if self._keep else None
         connector = aiohttp.TCPConnector(limit=0, limit_per_host=1, keepalive_timeout=kept, force_close=not self._keep)
         agent = {"User-Agent": USER_AGENT, "Accept": self._accept, "Accept-Encoding": "identity"}

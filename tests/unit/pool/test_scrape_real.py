@@ -3,14 +3,16 @@
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from aiohttp import web
+from certificates_made import make_pair
 
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import MetricsFailed, MetricsSampled
-from fairlead.pool.scrape import ScrapeOptions, Scraper
+from fairlead.pool.scrape import ScrapeError, ScrapeOptions, Scraper, SecureFetcher
 
 DATA = Path(__file__).parents[2] / "data" / "metrics"
 CERTIFICATE = DATA / "tls" / "server.pem"
@@ -109,6 +111,37 @@ async def test_https_with_its_own_authority(serve: Serve) -> None:
     event = await first_event(f"https://localhost:{port}/metrics", ScrapeOptions(ca_file=str(CERTIFICATE)))
     assert isinstance(event, MetricsSampled)
     assert event.sample.adapters == {"b", "c"}
+
+
+async def test_a_new_bundle_of_authorities_counts_at_once_and_a_broken_one_never(
+    serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"https://localhost:{await serve(closing, tls=True)}/metrics"
+    bundle = tmp_path / "ca.pem"
+    bundle.write_bytes(make_pair(tmp_path, "20200131235959Z", "20990131235959Z"))
+    fetcher = SecureFetcher(ScrapeOptions(ca_file=str(bundle)))
+    try:
+        with pytest.raises(ScrapeError, match="certificate verify failed"):
+            await fetcher.fetch(url)
+        bundle.write_bytes(bundle.read_bytes() + CERTIFICATE.read_bytes())
+        await until(lambda: fetcher.fetch(url))
+        bundle.write_text("half a bund")
+        for _ in range(3):
+            await asyncio.sleep(0.6)
+            assert await fetcher.fetch(url) == PAGE
+        assert caplog.text.count("the old ones stay in use: cannot use the certificate authorities in ") == 1
+    finally:
+        await fetcher.close()
+
+
+async def until(fetch: Callable[[], Awaitable[bytes]]) -> None:
+    """Fetch again until a page comes."""
+    async with asyncio.timeout(10):
+        while True:
+            with suppress(ScrapeError):
+                assert await fetch() == PAGE
+                return
+            await asyncio.sleep(0.1)
 
 
 async def test_https_is_verified_unless_told_otherwise(serve: Serve) -> None:
