@@ -157,3 +157,33 @@ async def test_the_issuers_keys_are_fetched(
         assert await tenant(at, bearer(issuer.token()), *MINTED) == "team-j"
         assert (await ask(at)).status == 401
     assert asked[0].startswith(b"GET /certs HTTP/1.1")
+
+
+async def test_the_issuers_server_may_change_its_authority(
+    issuer: Issuer, serve: Callable[..., Serve], upstream: Upstream, tmp_path: Path
+) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        jwks = issuer.jwks.encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(jwks), jwks))
+
+    Issuer(tmp_path / "other.pem").tls(tmp_path / "ca.pem")
+    tls = issuer.tls(tmp_path / "new-ca.pem")
+    async with TcpServer(answer, ssl=tls) as server:
+        there = {"jwksFile": "", "jwksUri": f"https://{server.address}/certs", "caFile": "ca.pem"}
+        at = await asyncio.to_thread(serve, {"endpoints": upstream.addresses, "gateway": settings(**there)})
+        token = bearer(issuer.token())
+        async with asyncio.timeout(20):
+            while not await at.metric("fairlead_trouble", what="issuer"):
+                await asyncio.sleep(0.1)
+        assert (await ask(at, token, *MINTED)).status == 401
+        (tmp_path / "ca.pem").write_bytes((tmp_path / "new-ca.pem").read_bytes())
+        async with asyncio.timeout(20):  # Envoy fetches again each five seconds
+            while (await ask(at, token, *MINTED)).status != 200:
+                await asyncio.sleep(0.1)
+        (tmp_path / "ca.pem").write_text("half a bund")
+        async with asyncio.timeout(20):
+            while not await at.metric("fairlead_trouble", what="keys"):
+                await asyncio.sleep(0.1)
+    at.end()
+    assert "its server's certificate is not one that gateway.jwt.caFile vouches for" in at.said()

@@ -74,7 +74,7 @@ class JwtSettings(Section):
         description="URL of the issuer's keys, read every five minutes. Plain HTTP only from this machine.",
     )
     jwks_file: RelativePath = Field(default="", description="Instead of `jwksUri`: file of keys (JWKS), followed.")
-    ca_file: RelativePath = Field(default="", description="PEM bundle for `jwksUri`; empty = the system's.")
+    ca_file: RelativePath = Field(default="", description="PEM bundle for `jwksUri`, followed; empty = the system's.")
     tenant_claim: Name = Field(
         default="sub",
         description="The claim that names the tenant; `a.b` is a claim inside another. A token without it is refused.",

@@ -47,7 +47,7 @@ from fairlead.gateway.envoy.authentication import (
 )
 from fairlead.gateway.envoy.gateway import Plan, prepare
 from fairlead.gateway.envoy.options import Options, Tls
-from fairlead.gateway.envoy.process import CONFIG, FACTS, JWT, KEYS, UPSTREAM, tie_to_parent
+from fairlead.gateway.envoy.process import CONFIG, FACTS, JWKS_CA, JWT, KEYS, UPSTREAM, tie_to_parent
 from fairlead.gateway.memory import memory_limit
 from fairlead.gateway.ports import dialled, listening_sockets
 from fairlead.pool.endpoints_file import RESOLVE_TIMEOUT_S, START_S, follow_endpoints
@@ -303,6 +303,7 @@ def gateway_options(config: Config, http2: bool = False) -> Options:
         keys_file=KEYS if gateway.keys else "",
         jwt=read_jwt(gateway.jwt) if gateway.jwt else None,
         jwt_file=JWT if gateway.jwt and gateway.jwt.jwks_file else "",
+        jwks_ca_file=JWKS_CA if gateway.jwt and gateway.jwt.jwks_uri.startswith("https:") else "",
         upstream_token_file=UPSTREAM if gateway.upstream_token_file else "",
         concurrency=gateway.concurrency or os.cpu_count() or 1,
         envoys=gateway.envoys,
@@ -318,5 +319,5 @@ def printed_options(config: Config, http2: bool = False) -> Options:
     keys = config.gateway.keys
     lua = script(read_keys(keys.file), keys.forward) if keys else ""
     variable = UPSTREAM_VARIABLE if config.gateway.upstream_token_file else ""
-    options = replace(gateway_options(config, http2), keys_file="", keys_script=lua, jwt_file="")
+    options = replace(gateway_options(config, http2), keys_file="", keys_script=lua, jwt_file="", jwks_ca_file="")
     return replace(options, upstream_token_file="", upstream_token_variable=variable)

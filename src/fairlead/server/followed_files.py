@@ -18,13 +18,15 @@ from fairlead.compat.load import load, read_bytes
 from fairlead.config.schema import Config, Gateway
 from fairlead.core.errors import ConfigError, FairleadError
 from fairlead.gateway.envoy.authentication import (
+    read_authorities,
     read_jwt,
     read_keys,
+    write_authorities,
     write_jwt,
     write_keys,
     write_upstream_token,
 )
-from fairlead.gateway.envoy.process import JWT, KEYS, UPSTREAM
+from fairlead.gateway.envoy.process import JWKS_CA, JWT, KEYS, UPSTREAM
 from fairlead.pool.scrape import TokenFile
 from fairlead.pool.watched_files import WatchedFiles
 from fairlead.server.files import write_whole
@@ -142,6 +144,10 @@ def followed_keys(gateway: Gateway, directory: Path) -> list[FollowedKeys]:
         write_tokens = partial(write_jwt, optional=bool(keys))
         read = partial(read_jwt, jwt)
         followed.append(FollowedKeys("issuer's keys", jwt.jwks_file, read, directory / JWT, write_tokens))
+    if jwt and jwt.jwks_uri.startswith("https:"):
+        bundle, into = read_jwt(jwt).ca_file, directory / JWKS_CA
+        read_bundle = partial(read_authorities, bundle)
+        followed.append(FollowedKeys("authorities of the issuer", bundle, read_bundle, into, write_authorities))
     if file := gateway.upstream_token_file:
         read_token, into = partial(read_upstream_token, file), directory / UPSTREAM
         followed.append(FollowedKeys("keys of model servers", file, read_token, into, write_upstream_token))

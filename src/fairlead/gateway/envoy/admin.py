@@ -26,6 +26,10 @@ _UNSCHEDULED = r"^cluster\.all_endpoints(_grpc)?\.upstream_rq_total$"
 #: Percentage of the heap limit in use (`Options.max_heap`).
 _HEAP = r"^overload\.envoy\.resource_monitors\.fixed_heap\.pressure$"
 _HEALTHY = r"^cluster\.ext_proc\.membership_healthy$"
+#: Fetches of the issuer's keys that failed, for each filter that needs them; and servers with a certificate that the
+#: gateway does not trust.
+_KEYS_FAIL = r"^http\..+\.jwt_authn\.jwks_fetch_failed$"
+_UNTRUSTED = r"^cluster\.jwks\.ssl\.fail_verify_(error|san)$"
 _POOL = r"^cluster\.all_endpoints\.membership_total$"
 #: Seconds to wait for the counters of a gateway that does not answer.
 _PATIENCE = 0.5
@@ -38,6 +42,9 @@ class Vitals(NamedTuple):
     unscheduled: int
     #: The share of the heap limit in use.
     heap: float
+    #: Fetches of the issuer's keys that failed, and how often the server's certificate was why.
+    key_failures: int = 0
+    untrusted: int = 0
 
 
 class EnvoyAdmin:
@@ -86,11 +93,19 @@ class EnvoyAdmin:
         """The counters; `None` if Envoy does not answer."""
         try:
             async with asyncio.timeout(_PATIENCE):
-                values = await self.stats(f"{_UNSCHEDULED}|{_HEAP}")
+                values = await self.stats("|".join((_UNSCHEDULED, _HEAP, _KEYS_FAIL, _UNTRUSTED)))
         except (TimeoutError, OSError):
             return None
-        heap = sum(value for name, value in values.items() if name.startswith("overload."))
-        return Vitals(sum(values.values()) - heap, heap / 100)
+
+        def total(*begin: str) -> int:
+            return sum(value for name, value in values.items() if name.startswith(begin))
+
+        return Vitals(
+            unscheduled=total("cluster.all_endpoints"),
+            heap=total("overload.") / 100,
+            key_failures=total("http."),
+            untrusted=total("cluster.jwks."),
+        )
 
     async def asks_scheduler(self, count: int = 1) -> bool:
         """Whether Envoy considers `count` schedulers healthy, and would query one. False if Envoy does not answer."""

@@ -39,8 +39,8 @@ KEYS, JWT, NAMED = "fairlead.keys", "envoy.filters.http.jwt_authn", "envoy.filte
 UPSTREAM = "fairlead.upstream_token"
 #: The variable of an Envoy that Fairlead does not run, with the token of model servers.
 UPSTREAM_VARIABLE = "FAIRLEAD_UPSTREAM_TOKEN"
-#: The cluster from which the issuer's keys are fetched.
-JWKS = "jwks"
+#: The cluster from which the issuer's keys are fetched, and the secret with the authorities that it trusts.
+JWKS, JWKS_CA = "jwks", "fairlead.jwks_ca"
 #: Size limit of the keys file; enough for 10,000 keys with lines of 100 bytes.
 MAX_BYTES = 1 << 20
 
@@ -161,6 +161,15 @@ def read_jwt(settings: "JwtSettings") -> Jwt:
     )
 
 
+def read_authorities(file: str) -> str:
+    """Read the PEM bundle for the issuer's server. Raises `ConfigError` if it cannot be used."""
+    try:
+        ssl.create_default_context(cafile=file)
+        return Path(file).read_bytes().decode(errors="replace")
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"cannot use {file}: {error.strerror}", "$.gateway.jwt.caFile") from None
+
+
 # ---- Envoy's filters ----
 
 
@@ -168,10 +177,8 @@ def upstream_token(options: Options) -> list[Json]:
     """The filter that gives model servers their own token instead of the client's; none if they require none."""
     if not (options.upstream_token_file or options.upstream_token_variable):
         return []
-    secret: Json = {"name": UPSTREAM}
-    if options.upstream_token_file:
-        source = {"path_config_source": {"path": options.upstream_token_file}, "resource_api_version": "V3"}
-        secret["sds_config"] = source
+    file = options.upstream_token_file
+    secret = followed_secret(UPSTREAM, file) if file else {"name": UPSTREAM}
     generic = {"@type": _GENERIC, "credential": secret, "header": "authorization", "header_value_prefix": "Bearer "}
     credential = {"name": "envoy.http.injected_credentials.generic", "typed_config": generic}
     return [_filter(UPSTREAM, {"@type": _INJECTOR, "overwrite": True, "credential": credential})]
@@ -181,6 +188,11 @@ def static_secrets(options: Options) -> list[Json]:
     """What the filter above reads from Envoy's environment."""
     variable = options.upstream_token_variable
     return [_secret({"environment_variable": variable})] if variable else []
+
+
+def followed_secret(name: str, path: str) -> Json:
+    """The reference to a secret in a file that Envoy follows."""
+    return {"name": name, "sds_config": {"path_config_source": {"path": path}, "resource_api_version": "V3"}}
 
 
 def _secret(source: Json) -> Json:
@@ -335,6 +347,13 @@ def write_upstream_token(path: Path, token: str) -> None:
     """Write the model servers' token, for `Options.upstream_token_file`: as a secret, which Envoy's admin page hides.
     Raises `OSError` on disk errors."""
     replace_watched(path, json.dumps({"resources": [{"@type": _SECRET, **_secret({"inline_string": token})}]}))
+
+
+def write_authorities(path: Path, pem: str) -> None:
+    """Write the authorities that the issuer's server is checked by, for `Options.jwks_ca_file`. Raises `OSError` on
+    disk errors."""
+    secret = {"@type": _SECRET, "name": JWKS_CA, "validation_context": {"trusted_ca": {"inline_string": pem}}}
+    replace_watched(path, json.dumps({"resources": [secret]}))
 
 
 def write_keys(path: Path, keys: Iterable[Key], forward: bool) -> None:

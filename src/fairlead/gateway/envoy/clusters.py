@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.core.headers import DESTINATION, FALLBACK, OWN_NAMESPACE
-from fairlead.gateway.envoy.authentication import JWKS
+from fairlead.gateway.envoy.authentication import JWKS, JWKS_CA, followed_secret
 from fairlead.gateway.envoy.options import Address, Jwt, Options, Tls, parse_address, parse_endpoint, replace_watched
 from fairlead.gateway.ext_proc import LB_NAMESPACE
 
@@ -195,7 +195,7 @@ def clusters(options: Options) -> list[Json]:
         listed.append(_uploads())
     listed += [_grpc(name, [address], options.tls) for name, address in als(options).items()]
     if options.jwt is not None and options.jwt.jwks_uri:
-        listed.append(_jwks(options.jwt))
+        listed.append(_jwks(options.jwt, options.jwks_ca_file))
     return listed
 
 
@@ -416,12 +416,22 @@ def _grpc(name: str, texts: list[str], tls: Tls | None, ping: bool = False) -> J
     return _dialled(name, [parse_address(text) for text in texts], tls, {"http2_protocol_options": http2})
 
 
-def _jwks(jwt: Jwt) -> Json:
-    """The cluster from which the issuer's keys are fetched."""
+def _jwks(jwt: Jwt, authorities: str) -> Json:
+    """The cluster from which the issuer's keys are fetched. `authorities`: see `Options.jwks_ca_file`."""
     url = urlsplit(jwt.jwks_uri)
     secure = url.scheme == "https"
     address = Address(url.hostname or "", url.port or (443 if secure else 80))
-    return _dialled(JWKS, [address], Tls(ca_file=jwt.ca_file) if secure else None, {"http_protocol_options": {}})
+    cluster = _dialled(JWKS, [address], Tls(ca_file=jwt.ca_file) if secure else None, {"http_protocol_options": {}})
+    if secure and authorities:
+        common = cluster["transport_socket"]["typed_config"]["common_tls_context"]
+        fixed = common.pop("validation_context")
+        del fixed["trusted_ca"]
+        followed = followed_secret(JWKS_CA, authorities)
+        common["combined_validation_context"] = {
+            "default_validation_context": fixed,
+            "validation_context_sds_secret_config": followed,
+        }
+    return cluster
 
 
 def _dialled(name: str, addresses: list[Address], tls: Tls | None, explicit: Json) -> Json:

@@ -14,7 +14,7 @@ from msgspec import Struct, structs
 from fairlead.core.endpoint import host_port
 from fairlead.gateway.directories import MADE, remove_unlocked
 from fairlead.gateway.envoy.admin import GatewayError
-from fairlead.gateway.envoy.authentication import write_jwt
+from fairlead.gateway.envoy.authentication import read_authorities, write_authorities, write_jwt
 from fairlead.gateway.envoy.binary import FORMAT, find_envoy
 from fairlead.gateway.envoy.clusters import EndpointsFile
 from fairlead.gateway.envoy.config import build
@@ -91,11 +91,19 @@ def prepare(
         keys = str(own / options.keys_file) if options.keys_file else ""
         tokens = str(own / options.jwt_file) if options.jwt_file else ""
         upstream = str(own / options.upstream_token_file) if options.upstream_token_file else ""
+        authorities = str(own / options.jwks_ca_file) if options.jwks_ca_file else ""
         options = structs.replace(
-            options, endpoints_file=str(pool.path), keys_file=keys, jwt_file=tokens, upstream_token_file=upstream
+            options,
+            endpoints_file=str(pool.path),
+            keys_file=keys,
+            jwt_file=tokens,
+            jwks_ca_file=authorities,
+            upstream_token_file=upstream,
         )
         if options.jwt and tokens:
             write_jwt(Path(tokens), options.jwt, options.asks_for_keys)
+        if options.jwt and authorities:
+            write_authorities(Path(authorities), read_authorities(options.jwt.ca_file))
         each = [options.each(number, str(own / ADMIN_SOCKET.format(number))) for number in range(options.envoys)]
         commands = [_write(own, number, binary, own_options) for number, own_options in enumerate(each)]
     except BaseException:

@@ -133,6 +133,9 @@ class Options(Struct, frozen=True, kw_only=True):
     jwt: Jwt | None = None
     #: A file written by `authentication.write_jwt`, which Envoy follows, like `keys_file`; empty = the filter is fixed.
     jwt_file: str = ""
+    #: A file written by `authentication.write_authorities`, which Envoy follows, like `keys_file`: what the issuer's
+    #: server is checked by. Empty = `jwt.ca_file`, as it was at the start.
+    jwks_ca_file: str = ""
     #: A file written by `authentication.write_upstream_token`, which Envoy follows, like `keys_file`: model servers get
     #: this token instead of the client's. Empty = they get what the client sent, unless clients have to authenticate.
     upstream_token_file: str = ""

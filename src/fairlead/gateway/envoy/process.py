@@ -24,6 +24,7 @@ log = logging.getLogger("fairlead.gateway")
 #: Files in the gateway's directory. Each Envoy has its own two of the first line, by number.
 ADMIN_SOCKET, BOOTSTRAP = "admin-{}.sock", "bootstrap-{}.json"
 ENDPOINTS, KEYS, JWT, UPSTREAM = "endpoints.json", "keys.json", "jwt.json", "upstream.json"
+JWKS_CA = "jwks-ca.json"
 #: The directory in the gateway's one where workers tell each other what they do.
 FACTS = "facts"
 #: What the configuration file contained at the start, and when a scheduler could use it last.

@@ -445,6 +445,7 @@ def watch_gateway(
     now = asyncio.get_running_loop().time
     shown = GatewayMetrics(registry, keep, len(admins), now, lambda: SPEED in troubles.present)
     troubles.watch("gateway", shown.trouble)
+    troubles.watch("issuer", shown.keyless)
 
     async def ask() -> None:
         shown.take(await asyncio.gather(*(admin.vitals() for admin in admins)))

@@ -25,6 +25,7 @@ from fairlead.server.journal.recorder import Counts
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.instruments import Histogram, Readings, counters, gauges, histograms
 from fairlead.server.observe.log import get
+from fairlead.server.observe.troubles import HOLD_S, Happened
 from fairlead.server.replicas import Replicas
 from fairlead.server.state import StateCounts
 
@@ -232,6 +233,10 @@ class GatewayMetrics:
         #: The sum of the last counts of all Envoys that died, and the last count of each present Envoy.
         self._before, self._last = self._kept(envoys)
         self._unscheduled, self._heap = Readings("counter"), Readings("gauge")
+        #: Fetches of the issuer's keys that failed, and certificates of its server that were refused, over all Envoys;
+        #: negative = not known yet.
+        self._key_failures = self._untrusted = -1
+        self._happened = Happened(HOLD_S)
         text = "Requests that the embedded gateway balanced on its own, by its own count, also without a scheduler."
         registry.show("fairlead_unscheduled_requests_total", text, self._unscheduled)
         text = "Share of its heap limit that the embedded gateway has taken; large uploads are ended from 0.6 on."
@@ -247,6 +252,15 @@ class GatewayMetrics:
         silent = sum(self._now() - time_s > DOWN_S for time_s in self._answered)
         return f"the embedded gateway does not answer ({silent} of {len(self._answered)} Envoys)" if silent else ""
 
+    def keyless(self) -> str:
+        """Why the keys of `gateway.jwt.jwksUri` are missing or get old; empty = they are fetched."""
+        now = self._now()
+        failed = self._happened.lately("fetches", self._key_failures, now)
+        untrusted = self._happened.lately("certificates", self._untrusted, now)
+        why = ": its server's certificate is not one that gateway.jwt.caFile vouches for" if untrusted else ""
+        text = "the issuer's keys cannot be fetched from gateway.jwt.jwksUri, and tokens of keys not fetched before are"
+        return f"{text} refused{why}" if failed else ""
+
     def take(self, vitals: Sequence[Vitals | None]) -> None:
         """Take the vitals of each Envoy; `None` = it does not answer."""
         known = {number: each for number, each in enumerate(vitals) if each is not None}
@@ -254,6 +268,12 @@ class GatewayMetrics:
             self._answered[number] = self._now()
         if not known:
             return
+        first = self._key_failures < 0
+        self._key_failures = sum(each.key_failures for each in known.values())
+        self._untrusted = sum(each.untrusted for each in known.values())
+        if first:  # a scheduler that died may have reported them
+            self._happened.begin("fetches", self._key_failures)
+            self._happened.begin("certificates", self._untrusted)
         counts = [known[number].unscheduled if number in known else last for number, last in enumerate(self._last)]
         if counts != self._last:
             # If a count went down, a new Envoy has replaced one that died.

@@ -154,6 +154,17 @@ def test_a_slow_scheduler_says_so_and_does_not_blame_the_gateway() -> None:
     assert shown.trouble()
 
 
+def test_keys_that_cannot_be_fetched_are_reported_for_a_minute() -> None:
+    now = [10.0]
+    shown = GatewayMetrics(Registry(), None, 1, lambda: now[0])
+    for failures, untrusted, text in ((3, 2, ""), (3, 2, ""), (4, 2, "are refused"), (5, 3, "caFile vouches for")):
+        now[0] += 5.0
+        shown.take([Vitals(0, 0.0, failures, untrusted)])
+        assert shown.keyless().endswith(text) if text else not shown.keyless()
+    now[0] += 61.0
+    assert not shown.keyless()
+
+
 PRESSURE = "overload.envoy.resource_monitors.fixed_heap.pressure"
 HEALTHY = "cluster.ext_proc.membership_healthy: 1\n"
 PORT = free_port()
