@@ -267,12 +267,17 @@ def explain(make: Callable[[], Policy], request: Request, trace: Trace, endpoint
         reproduced = bool(np.allclose(rated[here], rating(repeated)[here], rtol=1e-9, atol=1e-9, equal_nan=True))
         if chosen >= 0 and reproduced:
             limits = _Limits(make, request, trace, rated, chosen)
-    candidates = _candidates(view, request, trace, totals, terms, chosen, limits)
+    drawn = policy.name in dict(trace.failed) and len(np.unique(totals[np.isfinite(totals)])) == 1
+    candidates = _candidates(view, request, trace, totals, terms, chosen, limits, drawn)
     split = trace.split
     reasons = [] if split is None else [why_split(split, endpoint)]
     if split is not None and split.taken and _alone_prefills(split, view, candidates):
         reasons.append(f"{split.prefill} was the only endpoint that could compute the prompt for others")
-    reasons += why(candidates, unit, split.prefill if split is not None and split.taken else "")
+    reasons += [f"{name} failed: {error}" for name, error in trace.failed]
+    if drawn:  # all ratings are equal, so they are no reasons
+        reasons.append(f"{endpoint} was drawn at random, because nothing rated the endpoints")
+    else:
+        reasons += why(candidates, unit, split.prefill if split is not None and split.taken else "")
     reasons += [] if trace.waited is None else why_waited(trace.waited)
     return Explanation(
         policy=policy.name,
@@ -334,6 +339,7 @@ def _candidates(
     terms: Sequence[tuple[str, FloatColumn]],
     chosen: int,
     limits: "_Limits | None",
+    drawn: bool,
 ) -> tuple[Candidate, ...]:
     table = view.table
     held = np.zeros(len(table)) if view.held is None else view.held
@@ -342,7 +348,7 @@ def _candidates(
     removed_by = {
         slot: (
             *(name for name, mask in trace.filters if not mask[slot]),
-            *(["infinite cost"] if -np.inf < totals[slot] < -_INFINITE else []),
+            *(["infinite cost"] if -np.inf < totals[slot] < -_INFINITE and not drawn else []),
         )
         for slot in rated
     }

@@ -19,7 +19,7 @@ import numpy as np
 
 from fairlead.core.columns import BoolColumn, FloatColumn, read_only, scalar
 from fairlead.core.cost import Terms, cost
-from fairlead.core.errors import PLUGIN_FAILURES, PluginError, of_plugin
+from fairlead.core.errors import PLUGIN_FAILURES, PluginError, described, of_plugin
 from fairlead.core.flow import NO_ENDPOINTS
 from fairlead.core.policy import (
     CANDIDATES,
@@ -66,6 +66,8 @@ def _estimate(request: Request, fleet: FleetView, cycle: Cycle) -> Terms:
 
 #: Models remembered in `Profile._passed`. The bound is needed because clients choose the names.
 _MAX_PASSED = 1024
+#: Characters of a plugin's error that a trace keeps.
+_MAX_ERROR = 200
 
 
 class Profile:
@@ -157,7 +159,7 @@ class Profile:
                     continue
                 _check(mask, len(table))
             except PLUGIN_FAILURES as error:
-                self._failed(plugin.name, error)
+                self._failed(plugin.name, error, trace)
                 continue
             if trace is not None:
                 trace.filters.append((plugin.name, mask))
@@ -190,7 +192,7 @@ class Profile:
                     raise ValueError(f"scores of shape {points.shape} for {shape[0]} slots")
                 totals = points if totals is None else totals + points
             except PLUGIN_FAILURES as error:
-                self._failed(plugin.name, error)
+                self._failed(plugin.name, error, trace)
                 continue
             if trace is not None:
                 trace.scorers.append((plugin.name, weight, scores))
@@ -210,7 +212,7 @@ class Profile:
                         trace.scorers.append((name, -self._points, (totals - lower) / self._points))
                     totals = lower
             except PLUGIN_FAILURES as error:
-                self._failed(name, error)
+                self._failed(name, error, trace)
         return totals
 
     def _pick(self, request: Request, fleet: FleetView, totals: FloatColumn, cycle: Cycle) -> int:
@@ -277,7 +279,9 @@ class Profile:
         why.trace = trace
         return why
 
-    def _failed(self, plugin: str, error: BaseException) -> None:
+    def _failed(self, plugin: str, error: BaseException, trace: Trace | None = None) -> None:
+        if trace is not None:
+            trace.failed.append((plugin, described(error)[:_MAX_ERROR]))
         if self._report is not None:
             self._report(of_plugin(plugin, error))
 

@@ -123,6 +123,8 @@ class Trace(Struct, gc=False):
     waited: Waited | None = None
     #: What a split would have cost; `None` = none was possible.
     split: SplitCosts | None = None
+    #: (name, error) of each plugin that failed and was left out.
+    failed: list[tuple[str, str]] = field(default_factory=list)
 
 
 class DecisionRecord(Struct, frozen=True, kw_only=True, gc=False):

@@ -66,7 +66,7 @@ class Ranked(Profile, ABC):
         cycle.once(PREFIX_SHARE, lambda: share if np.count_nonzero(share) else None)
         return self.cost(request, fleet, cycle)
 
-    def _negated(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn:
+    def _negated(self, request: Request, fleet: FleetView, cycle: Cycle, trace: Trace | None = None) -> FloatColumn:
         """Return the negated costs, all finite: an infinite cost is the highest. Report costs that are NaN or -inf."""
         try:
             totals: FloatColumn = np.negative(self.cost(request, fleet, cycle), dtype=np.float64)
@@ -77,12 +77,12 @@ class Ranked(Profile, ABC):
                 return totals
             wrong = np.count_nonzero(~finite & (totals != -np.inf))
             if wrong:
-                self._failed(self.name, ValueError(f"NaN or -inf for {wrong} of {len(totals)} slots"))
+                self._failed(self.name, ValueError(f"NaN or -inf for {wrong} of {len(totals)} slots"), trace)
             return np.where(finite, totals, _LOWEST)
         except PLUGIN_FAILURES as error:
             if "ufunc 'negative'" in str(error):  # numpy's words for None, for example
                 error = TypeError("`cost` must return a number for each slot")
-            self._failed(self.name, error)
+            self._failed(self.name, error, trace)
             return np.zeros(len(fleet.table))
 
     def _overflow(self, available: BoolColumn | None, request: Request, fleet: FleetView, cycle: Cycle) -> int:
@@ -94,7 +94,7 @@ class Ranked(Profile, ABC):
 
     def _totals(self, request: Request, fleet: FleetView, cycle: Cycle, trace: Trace | None) -> FloatColumn:
         """Return the negated costs."""
-        totals = self._negated(request, fleet, cycle)
+        totals = self._negated(request, fleet, cycle, trace)
         if trace is not None:
             trace.scorers.append(("cost", 1.0, totals))
         return self._after_demotions(totals, request, fleet, cycle, trace) if self._demoters else totals

@@ -216,6 +216,8 @@ class Packer(Struct, eq=False):
             packed["loading"] = _array(trace.loading, known, arrays)
         if trace.waited is not None:
             packed["waited"] = trace.waited
+        if trace.failed:
+            packed["failed"] = trace.failed
         if trace.split is not None:
             packed["split"] = trace.split
         if trace.snapshot is not None:
@@ -278,6 +280,7 @@ class Unpacker(Struct, eq=False):
                 snapshot=snapshot,
                 waited=msgspec.convert(packed.get("waited"), Waited | None),
                 split=msgspec.convert(packed.get("split"), SplitCosts | None),
+                failed=msgspec.convert(packed.get("failed", []), list[tuple[str, str]]),
             )
             return Detail(msgspec.convert(packed["request"], Request), trace)
         except (KeyError, IndexError, TypeError, msgspec.ValidationError) as error:

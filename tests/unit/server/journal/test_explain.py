@@ -322,7 +322,7 @@ def test_the_last_decision_may_be_of_a_run_before_the_newest(tmp_path: Path) -> 
     assert search(tmp_path, "last").run == "0000bbbb"
 
 
-@pytest.mark.parametrize(("queue", "part"), [("", 0.4), (QUEUE, 0.8)], ids=["at once", "after a long wait"])
+@pytest.mark.parametrize(("queue", "part"), [("", 0.5), (QUEUE, 0.8)], ids=["at once", "after a long wait"])
 def test_only_the_segments_that_can_have_the_decision_are_searched(
     queue: str, part: float, record_run: Callable[..., Any], tmp_path: Path, read: list[str]
 ) -> None:
@@ -425,7 +425,7 @@ class Avoids(LeastRequests):
 
 def test_an_infinite_cost_is_named_and_is_no_number() -> None:
     known, asked = builders.fleet("e0", "e1", "e2"), builders.request()
-    trace = Avoids().choose(asked, known, Context(0.0, Random(0))).trace
+    trace = Avoids().choose(asked, known, Context(0.0, Random(0), trace=True)).trace
     assert trace is not None
     trace.snapshot = Snapshots()(known, 0.0)
     found = explain(Avoids, asked, trace, "e1")
@@ -441,3 +441,19 @@ def test_an_infinite_cost_is_named_and_is_no_number() -> None:
 def test_a_policy_without_costs_is_said_to_have_named_none() -> None:
     record = DecisionRecord(request=builders.request(), at=0.0, policy="mine", endpoint="e0", trace=None)
     assert explained(record, None, maker())["unexplained"].startswith("mine gave none: it names no costs")
+
+
+@pytest.mark.parametrize("cost", [lambda: np.full(2, np.nan), lambda: 1 / 0], ids=["nan", "raises"])
+def test_a_policy_that_failed_is_the_reason(cost: Callable[[], Any]) -> None:
+    class Failing(LeastRequests):
+        def cost(self, *_: Any) -> Any:
+            return cost()
+
+    fleet, request = builders.fleet("e0", "e1"), builders.request()
+    snapshot = Snapshots()(fleet, 0.0)
+    trace = Failing().choose(request, fleet, Context(0.0, Random(0), trace=True)).trace
+    assert trace is not None
+    trace.snapshot = snapshot
+    found = explain(Failing, request, trace, trace.endpoints[0])
+    assert len(found.why) == 2 and " failed: " in found.why[0] and "drawn at random" in found.why[1]
+    assert not any(one.removed_by for one in found.candidates)
