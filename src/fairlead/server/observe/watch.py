@@ -355,10 +355,12 @@ class Watch:
     def _unread(self) -> str:
         if not self._silent:
             return ""
-        out, count = sum(self._failures(name) >= TOLD_AFTER for name in self._silent), self.fleet.table.count
+        failing = [name for name in self._silent if self._failures(name) >= TOLD_AFTER]
+        out, count = len(failing), self.fleet.table.count
         if out == count:
             return f"the metrics pages of all {count} endpoints fail; requests go there all the same"
-        texts = [f"{out} of {count} endpoints are out of use, as their metrics pages fail"] if out else []
+        names = ", ".join(failing[:3]) + (" and others" if out > 3 else "")
+        texts = [f"{out} of {count} endpoints are out of use, as their metrics pages fail: {names}"] if out else []
         if estimated := len(self._silent) - out:
             texts.append(f"the metrics of {estimated} of {count} endpoints cannot be read; their load is estimated")
         return "; ".join(texts)

@@ -47,8 +47,8 @@ async def test_a_server_at_another_address_may_hang_anew(caplog: pytest.LogCaptu
     [
         ("", "", ""),
         ("a", "", "the metrics of 1 of 3 endpoints cannot be read; their load is estimated"),
-        ("", "ab", "2 of 3 endpoints are out of use, as their metrics pages fail"),
-        ("a", "b", "1 of 3 endpoints are out of use, as their metrics pages fail; the metrics of 1 of 3 endpoints"),
+        ("", "ab", "2 of 3 endpoints are out of use, as their metrics pages fail: a, b"),
+        ("a", "b", "1 of 3 endpoints are out of use, as their metrics pages fail: b; the metrics of 1 of 3 endpoints"),
         ("", "abc", "the metrics pages of all 3 endpoints fail; requests go there all the same"),
     ],
 )
