@@ -157,7 +157,7 @@ async def test_an_endpoint_whose_answers_fail_is_named(world: Any, told: Told) -
 
 async def test_what_the_scheduler_says_of_itself_is_a_finding(world: Any, told: Told) -> None:
     here = [{"id": "127.0.0.1:9", "address": "127.0.0.1:9"}]
-    why = "records of the journal are lost: its disk fails or is full, or a segment was removed"
+    why = "records of the journal are lost: its disk fails or is full; the log says which"
     metrics = 'fairlead_trouble{what="journal"} 1\nfairlead_trouble{what="keys"} 0\n'
     found = await examined(world, await told(metrics, here, ready=f"ready\n- {why}\n"), "scheduler")
     assert codes(found) == {"scheduler.restricted"}

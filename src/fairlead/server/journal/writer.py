@@ -6,7 +6,8 @@ Rules of the thread
 * A block is written when it is large enough or `flush` seconds old. Written blocks survive the process; if it is
   killed, at most the last `flush` seconds are lost.
 * Records that cannot be encoded, or not be written because the disk is full or fails, are lost and counted. The journal
-  says where they are missing, and the log reports it once until writing works again. The same applies at the start.
+  says where they are missing, and the log reports it once until writing works again. The same applies at the start,
+  and while another scheduler still writes there.
 """
 
 import errno
@@ -26,7 +27,7 @@ from fairlead.core.endpoint import NOT_READ
 from fairlead.core.events import AdaptersListed, EndpointDown, EndpointUp, ModelsChanged, Reconfigured
 from fairlead.core.instructions import AdoptConfiguration
 from fairlead.core.records import DecisionRecord, OutcomeRecord
-from fairlead.server.files import lock
+from fairlead.server.files import Held, lock
 from fairlead.server.journal.blocks import MAGIC, block, decided, ended, sampled
 from fairlead.server.journal.recorder import Recorder
 from fairlead.server.journal.records import (
@@ -50,16 +51,22 @@ from fairlead.server.journal.records import (
 # * Old segments are deleted before a write, never after it, so the directory is never too large. Segments of former
 #   runs are included, and are deleted first.
 # * Files can be read by their owner only: they name models, tenants and sessions.
-# * Only one process writes: it holds a lock until it ends. Two processes would delete each other's segments.
+# * Only one process writes: it holds a lock until it ends. Two processes would delete each other's segments. The next
+#   process serves without a journal until then: in a rolling update the old pod ends only after the new one is ready.
 # * A name has the time and the run: `20261121T101530-3f2a9c01-000000.journal`, so that names sort by age. The time of a
 #   run is always later than that of the run before, even if the system's clock was ahead then (`label`).
 
 SUFFIX = ".journal"
 _TIME = "%Y%m%dT%H%M%S"
-#: Errors of the disk. They may pass without a change of the configuration.
+#: Errors of the disk.
 _DISK_FAILS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 #: A segment is at most this part of the limit, so that deleting one leaves most of the journal.
 _LEAST_SEGMENTS = 4
+
+
+def _may_pass(error: OSError) -> bool:
+    """Whether the error may pass without a change of the configuration."""
+    return isinstance(error, Held) or error.errno in _DISK_FAILS
 
 
 def segments(path: str) -> list[Path] | None:
@@ -90,7 +97,7 @@ class Directory:
     """The directory of segments. Sizes are in bytes. `keep_oldest`: never delete a segment; when the limit is reached,
     raise `Full`. `label`: the beginning of file names. `former`: directories of former workers; segments in those whose
     lock can be taken count, and are deleted, like those of former runs. Raises `OSError` if the directory cannot be
-    used; errors of the disk (`_DISK_FAILS`) are raised only at `begin` and later."""
+    used; errors that may pass (of the disk, or `Held`) are raised only at `begin` and later."""
 
     def __init__(
         self,
@@ -118,7 +125,7 @@ class Directory:
         try:
             self._open()
         except OSError as error:
-            if error.errno not in _DISK_FAILS:
+            if not _may_pass(error):
                 raise
 
     def _open(self) -> None:
@@ -275,11 +282,12 @@ class Writer:
 
     def start(self) -> None:
         """Begin the first segment and start the thread. Raises `OSError` if the directory cannot be used. If the disk
-        fails or the journal has reached its limit, the scheduler starts all the same, and `turn` tries again."""
+        fails, another scheduler writes there, or the journal has reached its limit, the scheduler starts all the same,
+        and `turn` tries again."""
         try:
             self.begin()
         except (OSError, Full) as error:
-            if isinstance(error, OSError) and error.errno not in _DISK_FAILS:
+            if isinstance(error, OSError) and not _may_pass(error):
                 raise
             self._failed(error)
         self._thread.start()

@@ -176,7 +176,8 @@ class PoolScheduler:
             troubles.watch("replicas", self.core.replicas.trouble)
         if self.core.journal is not None:
             counts = self.core.journal.recorder.counts
-            failing = "records of the journal are lost: its disk fails or is full, or a segment was removed"
+            failing = "records of the journal are lost: its disk fails or is full, a segment was removed, or another"
+            failing += " scheduler writes there; the log says which"
             troubles.lately("journal", lambda: counts.errors + counts.unwritten, failing)
             strange = "records of the journal are lost: they cannot be encoded; the log says which"
             troubles.lately("journal-encoding", lambda: counts.unencoded, strange)

@@ -28,7 +28,7 @@ from fairlead.core.beginnings import Beginnings
 from fairlead.core.clock import Clock
 from fairlead.core.demand import Objective
 from fairlead.core.endpoint import NODE_LABEL, ZONE_LABEL, Topology
-from fairlead.core.errors import ConfigError, Unavailable
+from fairlead.core.errors import ConfigError
 from fairlead.core.events import Event
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import (
@@ -48,7 +48,6 @@ from fairlead.gateway.session import Inspection
 from fairlead.gateway.understand import Understanding
 from fairlead.pool.scrape import Pace, ScrapeOptions, Scraper
 from fairlead.pool.served_models import ServedModels
-from fairlead.server.files import Held
 from fairlead.server.journal.recorder import RecordedDriver, Recorder, StillClock
 from fairlead.server.journal.records import Segment
 from fairlead.server.journal.writer import Directory, Writer, former_workers, label
@@ -150,8 +149,7 @@ class LiveJournal:
             )
             writer.start()
         except OSError as error:
-            kind = Unavailable if isinstance(error, Held) else ConfigError
-            raise kind(f"cannot write to {settings.path}: {error.strerror or error}", "$.journal.path") from None
+            raise ConfigError(f"cannot write to {settings.path}: {error.strerror or error}", "$.journal.path") from None
         self._writer = writer
 
     def close(self) -> None:

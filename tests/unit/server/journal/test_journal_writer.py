@@ -111,10 +111,12 @@ def test_segments_of_a_worker_that_another_scheduler_still_has_are_not_ours(tmp_
     directory.release()
     directory.begin(b"x" * 300)
     assert not segments(str(path)), "it is no longer written"
+    other = Directory(path, 2000, 500, False, "b")
     with pytest.raises(OSError, match="another scheduler"):
-        Directory(path, 2000, 500, False, "b")
+        other.begin(b"x" * 300)
     directory.release()
-    Directory(path, 2000, 500, False, "b").release()
+    other.begin(b"x" * 300)
+    other.release()
 
 
 def test_stopping_when_full_keeps_the_beginning(tmp_path: Path) -> None:
@@ -135,10 +137,32 @@ def test_stopping_when_full_keeps_the_beginning(tmp_path: Path) -> None:
 
 def test_two_schedulers_do_not_share_a_directory(tmp_path: Path) -> None:
     first = Directory(tmp_path, 1 << 20, 1 << 18, False, "a")
+    second = Directory(tmp_path, 1 << 20, 1 << 18, False, "b")
     with pytest.raises(OSError, match="another scheduler"):
-        Directory(tmp_path, 1 << 20, 1 << 18, False, "b")
+        second.begin(b"x")
     first.release()
-    Directory(tmp_path, 1 << 20, 1 << 18, False, "c").release()
+    second.begin(b"x")
+    second.release()
+
+
+def test_the_next_scheduler_writes_when_the_one_before_has_ended(tmp_path: Path) -> None:
+    """As in a rolling update whose pods share a volume."""
+    before, recorder, reported = Directory(tmp_path, 1 << 20, 1 << 18, False, "a"), Recorder(), list[str]()
+    before.begin(b"x")
+    directory = Directory(tmp_path, 1 << 20, 1 << 18, False, "b")
+    writer = Writer(recorder, directory, Segment(run="r"), flush_s=0.0, on_trouble=reported.append)
+    writer.start()
+    recorder.take(0.0, StreamLost(1))
+    for _ in range(500):
+        if recorder.counts.unwritten:
+            break
+        time.sleep(0.01)
+    before.release()
+    recorder.take(1.0, StreamLost(2))
+    writer.close()
+    assert reported == ["another scheduler writes its journal there; each needs its own directory"]
+    assert [path.name for path in segments(str(tmp_path)) or ()] == ["a-000000.journal", "b-000000.journal"]
+    assert (recorder.counts.unwritten, recorder.counts.records) == (1, 2), "the second says what is missing"
 
 
 def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
