@@ -654,6 +654,22 @@ def test_what_was_learned_is_kept_in_the_pod_or_beside_the_journal(helm: Helm) -
     assert off.state.path(off.journal) == ""
 
 
+@pytest.mark.parametrize(
+    ("journal", "size"),
+    [
+        ("path=", "256Mi"),
+        ("path=/journal", "256Mi"),
+        ("path=/tmp/journal", "1280Mi"),
+        *((f"path=/tmp/journal,config.journal.maxBytes={most}", "768Mi") for most in ("512Mi", "536870912", "0.5GiB")),
+        ("path=/tmp/journal,config.journal.maxBytes=100M", "352Mi"),
+    ],
+)
+def test_a_journal_in_tmp_has_room_there(helm: Helm, journal: str, size: str) -> None:
+    deployment = one(helm.render(*LABELS, "--set", f"config.journal.{journal}"), "Deployment")
+    (tmp,) = (each for each in deployment["spec"]["template"]["spec"]["volumes"] if each["name"] == "tmp")
+    assert tmp["emptyDir"]["sizeLimit"] == size
+
+
 @pytest.mark.parametrize(("leading", "service"), [("false", "one-epp"), ("true", "one-epp-leader")])
 def test_keda_reaches_the_external_scaler_of_who_decides(helm: Helm, leading: str, service: str) -> None:
     arguments = (

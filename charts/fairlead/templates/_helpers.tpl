@@ -221,6 +221,20 @@ imagePullPolicy: {{ .pullPolicy }}
 {{- toYaml (mergeOverwrite $config (include "fairlead.schedulerConfig" . | fromYaml)) -}}
 {{- end }}
 
+{{/* (configuration): the limit of /tmp. A pod with more there is evicted, so a journal there counts with its own limit. */}}
+{{- define "fairlead.tmpSize" -}}
+{{- $mib := 256 -}}
+{{- if hasPrefix "/tmp/" (dig "journal" "path" "" .) -}}
+{{- $most := dig "journal" "maxBytes" "1Gi" . -}}
+{{- if kindIs "string" $most -}}
+{{- $factors := dict "k" 1e3 "K" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "ki" 1024 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
+{{- $most = mulf (regexFind "[0-9.]+" $most | float64) (dig (regexFind "[kKMGT]i?" $most) 1 $factors) -}}
+{{- end -}}
+{{- $mib = add $mib (ceil (divf $most 1048576)) -}}
+{{- end -}}
+{{- $mib }}Mi
+{{- end }}
+
 {{/* With the content in its name a pod that runs keeps the file that it began with, whatever is installed next */}}
 {{- define "fairlead.configMap" -}}
 {{- include "fairlead.epp" . }}{{ if .Values.restartOnConfigChange }}-{{ include "fairlead.config" . | sha256sum | trunc 10 }}{{ end -}}
