@@ -19,6 +19,7 @@ from valkey_server import ValkeyServer
 
 from fairlead.core.events import PeerHeard, PeerLost
 from fairlead.server import replicas_valkey as module
+from fairlead.server.observe.log import RepeatFilter
 
 
 @pytest.fixture
@@ -253,6 +254,20 @@ async def test_each_goes_on_alone_and_catches_up(
         assert not any(teller.lost for teller in tellers)  # nothing was forgotten in between
 
 
+async def test_each_reason_of_an_outage_is_logged_once(server: ValkeyServer, caplog: pytest.LogCaptureFixture) -> None:
+    one = Teller("a", server.url)
+    async with running(one):
+        await until(lambda: not one.replicas.trouble())
+        server.kill()
+        await until(lambda: "Error 111" in one.replicas.trouble())
+        server.start("--requirepass", "geheim")
+        await until(lambda: "Authentication required" in one.replicas.trouble())
+    passes = RepeatFilter()
+    lines = [str(vars(each)["fields"]) for each in caplog.records if "lost" in each.message and passes.filter(each)]
+    assert [sum(reason in line for line in lines) for reason in ("Error 111", "Authentication required")] == [1, 1]
+    assert one.replicas.counts.outages == 1
+
+
 async def test_others_are_lost_while_the_server_is_away_for_longer_than_a_lease(server: ValkeyServer) -> None:
     one, other = Teller("a", server.url), Teller("b", server.url)
     async with running(one, other):
@@ -424,7 +439,8 @@ async def test_a_password_comes_from_a_file_and_is_never_shown(tmp_path: Path) -
     # What docs/replicas.md says.
     writes, reads = "+xadd +set +del +sadd +srem", "+xread +xrange +xrevrange +get +mget +smembers +select"
     allowed = ("on", ">geheim", "~{fairlead:*}:*", "-@all", *writes.split(), *reads.split())
-    server = ValkeyServer(tmp_path).start("--user", "default", "off", "--user", "fairlead", *allowed)
+    admin = ("--user", "admin", "on", "nopass", "+acl", "+client|setinfo")
+    server = ValkeyServer(tmp_path).start("--user", "default", "off", "--user", "fairlead", *allowed, *admin)
     secret = tmp_path / "password"
     secret.write_text("wrong\n")
     url = server.url.replace("//", "//fairlead@") + "/1"
@@ -437,6 +453,9 @@ async def test_a_password_comes_from_a_file_and_is_never_shown(tmp_path: Path) -
             one.say("word")
             await until(lambda: agree(one, other) and other.known)
             assert one.replicas.where == f"{server.url}/1"
+        async with Valkey.from_url(server.url.replace("//", "//admin@"), password="-") as client:
+            denied = await client.acl_log()
+        assert not [each for each in denied if each["reason"] != "auth"]
     finally:
         server.kill()
 

@@ -71,6 +71,8 @@ LEASES_KEPT = 3
 MOST_UNSENT = 1 << 20
 #: The most entries that are read together, and that are fed before other work gets a turn.
 _AT_ONCE, _TURN = 256, 16
+#: Different reasons of one outage that are logged at most.
+_MOST_LOGGED = 8
 #: A server that is silent for more seconds is away.
 TIMEOUT_S = 2.0
 #: Seconds: a read waits at the server; pause before another attempt to connect, first and at most; leaving.
@@ -101,6 +103,8 @@ class ValkeyReplicas(Replicas):
         self._kind = scheme.removesuffix(SENTINEL)
         self._asks_sentinels = scheme.endswith(SENTINEL)
         self._alone_since = time.monotonic()
+        #: The reasons of the present outage that were logged. The first is often only a closed connection.
+        self._logged: set[str] = set()
         self._untold: deque[bytes] = deque()
         self._untold_bytes = 0
         #: The number of our last batch, read from the core while no batch waits to be sent.
@@ -217,6 +221,8 @@ class ValkeyReplicas(Replicas):
         settings = self._settings
         # No `socket_timeout`: with it, the client would start a task for each command.
         options: dict[str, Any] = {"socket_connect_timeout": TIMEOUT_S}
+        # Without a name, which the client would send by a command that needs one more right (CLIENT SETINFO).
+        options |= {"lib_name": None, "lib_version": None}
         if settings.password_file:
             options["password"] = Path(settings.password_file).read_text(encoding="utf-8").strip()
         if self._kind in TLS:
@@ -282,7 +288,10 @@ class ValkeyReplicas(Replicas):
         if not self.problem:
             self.counts.outages += 1
             self._alone_since = now
-            log.warning("lost the connection to the other replicas", error=problem)
+            self._logged.clear()
+        if problem not in self._logged and len(self._logged) < _MOST_LOGGED:
+            self._logged.add(problem)
+            log.warning("lost the connection to the other replicas", problem=problem)
         self.problem = problem
         if now - self._alone_since > self._settings.lease:
             for name in list(self.peers):
