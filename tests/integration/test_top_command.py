@@ -5,11 +5,14 @@ import io
 import json
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from certificates_made import make_pair
 from rich.console import Console
+from tcp import TcpServer
 from typer.testing import CliRunner
 
 from fairlead.cli.app import build_app
@@ -18,6 +21,7 @@ from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fleet import Fleet
 from fairlead.core.records import DecisionRecord
 from fairlead.core.request import Request
+from fairlead.gateway.tls import ServerTls
 from fairlead.server.admin import Admin, AdminSources
 from fairlead.server.observe.snapshot import SnapshotMaker
 from fairlead.server.observe.watch import Watch
@@ -219,6 +223,16 @@ async def test_what_does_not_answer_is_said(port: Port) -> None:
     await port.start(debug=False)
     done = await call("--admin", f"127.0.0.1:{port.number}", "--once")
     assert (done.exit_code, "it has no dashboard (is admin.debug off?)" in done.stderr) == (1, True)
+
+
+async def test_how_to_name_the_authority_of_a_certificate_is_said(tmp_path: Path) -> None:
+    async def nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None: ...
+
+    make_pair(tmp_path, "20200131235959Z", "20990131235959Z")
+    async with TcpServer(nothing, ssl=ServerTls.from_directory(tmp_path).context) as server:
+        done = await call("--admin", f"https://{server.address}", "--once")
+    assert "certificate verify failed" in done.stderr and "SSL_CERT_FILE" in done.stderr
+    assert "fairlead serve" not in done.stderr
 
 
 async def test_a_wrong_order_names_the_right_ones() -> None:

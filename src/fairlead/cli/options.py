@@ -309,8 +309,10 @@ def busy(title: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: update(description=text)
 
 
-def hint_of(option: str = "--admin") -> str:
-    """A hint for the case that nothing answers at the address given by `option`."""
+def hint_of(reason: object, option: str = "--admin") -> str:
+    """A hint for the case that nothing answers at the address given by `option`, for this reason."""
+    if "CERTIFICATE_VERIFY_FAILED" in str(reason):
+        return "name the PEM file of its authority in the environment variable SSL_CERT_FILE"
     return f"is `fairlead serve` running, and is this its admin port ({option})?"
 
 
@@ -354,4 +356,4 @@ def fetched(page: str, base: str, ours: str, timeout_s: float = 10.0, option: st
     except HTTPException:
         raise ValueError(f"{masked(base)}: {OTHER_PORT}") from None
     except URLError as error:
-        raise EngineError(masked(base), f"does not answer ({error.reason}); {hint_of(option)}") from None
+        raise EngineError(masked(base), f"does not answer ({error.reason}); {hint_of(error.reason, option)}") from None

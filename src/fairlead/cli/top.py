@@ -363,7 +363,8 @@ def top(
     try:
         state = snapshot(address)
     except (OSError, ValueError) as error:
-        complain(f"{masked(address)} does not answer: {error}" + f"; {hint_of()}" * isinstance(error, ConnectionError))
+        hint = f"; {hint_of(error)}" if isinstance(error, ConnectionError) else ""
+        complain(f"{masked(address)} does not answer: {error}{hint}")
         raise typer.Exit(FAILED) from None
     _print(state, as_json, sort)
 

@@ -23,7 +23,7 @@ def run_validate(file: Path, as_json: bool, workers: int = 1) -> int:
     if config is not None and workers > 1:
         report.problems += _workers_problems(config, workers, report.line)
     names, wrong = _names(config) if config is not None else ("", [])
-    keys = _keys_problems(config) if config is not None else []
+    keys = [*_keys_problems(config), *_certificate_problems(config)] if config is not None else []
     summary = _summary(config) if config is not None and not (report.problems or keys or wrong) else ""
     if as_json:
         named = [{"message": line} for line in (*wrong, *keys)]
@@ -70,6 +70,23 @@ def _keys_problems(config: "Config") -> list[str]:
     except ConfigError as error:
         return [str(error)]
     return []
+
+
+def _certificate_problems(config: "Config") -> list[str]:
+    """Certificates that no port could use. Those that this user cannot read are left out: Fairlead may be another."""
+    from fairlead.core.errors import ConfigError
+
+    problems = []
+    for where, tls in (("extProc", config.ext_proc.tls), ("admin", config.admin.tls)):
+        if tls is not None:
+            from fairlead.gateway.tls import ServerTls
+
+            try:
+                ServerTls.from_directory(tls.cert_dir)
+            except ConfigError as error:
+                if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError | PermissionError):
+                    problems.append(f"$.{where}.tls.certDir: {error.message}")
+    return problems
 
 
 def _names(config: "Config") -> tuple[str, list[str]]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from certificates_made import make_pair
 
 from fairlead.cli.main import main
 
@@ -169,3 +170,19 @@ def test_a_plugin_that_cannot_be_made(
 def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert validate(tmp_path / "nope.yaml") == 2
     assert capsys.readouterr().err == f"error: {tmp_path / 'nope.yaml'}: cannot be read: No such file or directory\n"
+
+
+def test_a_certificate_that_does_not_fit_its_key_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "certs").mkdir()
+    file = tmp_path / "f.yaml"
+    file.write_text("endpoints: ['10.0.0.1:1']\ngateway: none\nextProc: {tls: {certDir: certs}}\n")
+    assert validate(file) == 0, "files that are missing may be elsewhere"
+    make_pair(tmp_path / "certs", "20200131235959Z", "20990131235959Z")
+    assert validate(file) == 0
+    (tmp_path / "other").mkdir()
+    make_pair(tmp_path / "other", "20200131235959Z", "20990131235959Z")
+    (tmp_path / "other" / "tls.key").replace(tmp_path / "certs" / "tls.key")
+    capsys.readouterr()
+    assert validate(file) == 2
+    said = capsys.readouterr().out
+    assert "$.extProc.tls.certDir: TLS files" in said and "key values mismatch" in said
