@@ -172,13 +172,16 @@ async def test_a_scheduler_that_cannot_start_with_other_files_says_so(
 
 
 def listening(said: Path, **handlers: str) -> int:
-    """The id of a process that says `up`, and runs code at signals, by their names."""
-    code = f"import signal, sys\nout = open({str(said)!r}, 'a', buffering=1)\n"
+    """The id of a process that says `up`, and runs code at signals, by their names. A signal may come as soon as `up`
+    can be read: a buffered file would refuse a handler that writes then, and `signal.pause` could miss it."""
+    code = f"import os, signal, sys, time\nout = os.open({str(said)!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)\n"
+    code += "say = lambda word: os.write(out, word + b'\\n')\n"
     code += "".join(f"signal.signal(signal.{name}, lambda *_: {handler})\n" for name, handler in handlers.items())
-    return child(code + "out.write('up\\n')\nwhile True: signal.pause()\n")
+    return child(code + "say(b'up')\nwhile True: time.sleep(0.01)\n")
 
 
 async def until_up(said: Path) -> None:
+    await asyncio.sleep(0)  # the parent handles signals from its first step on, also if the child is up before it
     while not said.exists() or "up" not in said.read_text():
         await asyncio.sleep(0.005)
 
@@ -186,7 +189,7 @@ async def until_up(said: Path) -> None:
 async def test_the_end_is_told_before_it_comes(tmp_path: Path) -> None:
     """SIGRTMIN lets those who wait go while requests run, SIGTERM drains."""
     said = tmp_path / "said"
-    pid = listening(said, SIGRTMIN="out.write('ending\\n')", SIGTERM="sys.exit(0)")
+    pid = listening(said, SIGRTMIN="say(b'ending')", SIGTERM="sys.exit(0)")
     gateway = Gateway()
     gateway.busy = True
     running = asyncio.create_task(parent(gateway, pid).run())
@@ -217,7 +220,7 @@ async def test_a_signal_before_the_parent_can_handle_it_counts(tmp_path: Path) -
 
 async def test_a_second_signal_ends_what_still_runs(tmp_path: Path) -> None:
     said = tmp_path / "said"
-    pid = listening(said, SIGRTMIN="None", SIGTERM="out.write('drains\\n')", SIGINT="sys.exit(0)")
+    pid = listening(said, SIGRTMIN="None", SIGTERM="say(b'drains')", SIGINT="sys.exit(0)")
     gateway = Gateway()
     gateway.busy = True
     running = asyncio.create_task(parent(gateway, pid).run())
