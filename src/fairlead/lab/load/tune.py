@@ -133,6 +133,9 @@ _Array = np.ndarray[Any, Any]
 _INLIER = 0.05
 #: If the relative error of clients' times is above this, asynchronous scheduling may be the reason.
 ASYNC_ERROR = 0.01
+#: What to do about too few or contradictory observations. Answers that did not decode together, or that a busy machine
+#: read in one piece, are left out.
+_REPEAT = "measure longer, on a server and a machine without other work"
 
 
 class TooLittle(FairleadError):
@@ -266,10 +269,7 @@ def fit(observations: Sequence[Observation], step_tokens: int = 0, async_schedul
         if ahead.traffic_error < 0.5 * error:
             fitted = ahead
     if fitted.latency.c0_ms <= 0:
-        raise TooLittle(
-            "the observations contradict each other: they leave no time for a step itself; measure longer, on a server "
-            "and a machine without other work"
-        )
+        raise TooLittle(f"the observations contradict each other: they leave no time for a step itself; {_REPEAT}")
     return fitted
 
 
@@ -282,7 +282,7 @@ def _fit(observations: Sequence[Observation], step_tokens: int, async_scheduling
     if prefills < 3 or decodes < 3:
         raise TooLittle(
             f"{prefills} requests that ran alone (ttft_ms, batch 1) and {decodes} answers of at least {LEAST_ANSWER} "
-            "tokens with a known batch were observed; at least 3 of each are needed"
+            f"tokens with a known batch were observed; at least 3 of each are needed; {_REPEAT}"
         )
     values = np.array([row.value for row in alone])
     matrix = np.array([row.terms for row in alone]) / values[:, None]

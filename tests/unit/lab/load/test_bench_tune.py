@@ -267,7 +267,7 @@ def test_what_was_not_varied_is_said():
     ],
 )
 def test_too_little_says_what_is_missing(rows):
-    with pytest.raises(TooLittle, match="at least 3 of each"):
+    with pytest.raises(TooLittle, match="at least 3 of each are needed; measure longer, on a server and a machine"):
         fit(rows)
 
 
