@@ -120,6 +120,28 @@ class Tail(Struct, eq=False):
     copies: OrderedDict[int, int] = field(default_factory=OrderedDict)
     key_of: dict[int, int] = {}
     keys: set[int] = set()
+    #: Stores whose blocks may be one block further ahead than taken for, by the last engine hash: their hashes, and the
+    #: keys of their blocks and of the one before.
+    doubtful: dict[int, tuple[list[int], list[int]]] = {}
+    #: The key of the last block of the latest prompt that was begun, but of which nothing was kept so far.
+    begun: int | None = None
+
+    def clear(self) -> None:
+        self.copies, self.key_of, self.keys, self.doubtful, self.begun = OrderedDict(), {}, set(), {}, None
+
+    def begin(self, key: int | None) -> None:
+        self.begun = key
+
+    def doubt(self, hashes: list[int], keys: list[int]) -> None:
+        """The blocks with these hashes may have all but the last of these keys, instead of all but the first."""
+        if hashes[-1] in self.copies:
+            self.doubtful[hashes[-1]] = hashes, keys
+
+    def move(self, digest: int) -> None:
+        """The blocks up to `digest` are one block further ahead than they were taken for."""
+        hashes, keys = self.doubtful.pop(digest)
+        for known, key in zip(hashes, keys, strict=False):
+            self.name(known, key)
 
     def remove(self, digest: int) -> None:
         """Remove one copy of a block. Blocks that are not known are ignored."""
@@ -132,6 +154,7 @@ class Tail(Struct, eq=False):
     def drop(self, digest: int) -> None:
         """Remove all copies of a block."""
         del self.copies[digest]
+        self.doubtful.pop(digest, None)
         if (key := self.key_of.pop(digest, None)) is not None:
             self.keys.discard(key)
 

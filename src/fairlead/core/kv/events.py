@@ -159,8 +159,6 @@ def _check_blocks(event: BlocksStored) -> int:
 
 def _store_sole(index: KvIndex, cache: RankCache, tail: Tail, event: BlocksStored) -> Iterator[int] | None:
     """Store blocks of a group that a hit needs only at its end, in a model without full attention."""
-    if not event.hashes:
-        return None
     size, count = event.block_size, _token_count(event)
     if size < 1 or count % size or count < size * len(event.hashes):
         raise ValueError(f"{len(event.hashes)} blocks of {size} tokens cannot have {count} tokens")
@@ -170,32 +168,58 @@ def _store_sole(index: KvIndex, cache: RankCache, tail: Tail, event: BlocksStore
 
 
 def _sole_steps(index: KvIndex, cache: RankCache, tail: Tail, event: BlocksStored, most: int) -> Iterator[int]:
-    """The tokens may be those of more blocks, of which vLLM keeps what a hit at the prompt's end needs. It does not say
-    which: they are taken for the last ones. If the prompt ends with a full block, they end one block before it, and
-    longer prompts match one block too much."""
-    space, size = index.space, event.block_size
+    """The tokens may be those of more blocks, of which vLLM 0.32 keeps what a hit at the prompt's end needs, or none if
+    the end is further away. It does not say which. They are the last ones, but a prompt of full blocks computes its
+    last block again, so they end one block before it. Fewer than needed, all but one, tell that. Otherwise they are
+    taken for the last ones until a prompt that continues them tells (`_settle`)."""
+    space, size, kept = index.space, event.block_size, len(event.hashes)
     root = space.root(cache.model, event.lora)
-    before = cache.tail_key(event.parent) if event.parent and not space.self_contained else root
     count = _token_count(event) // size
-    skipped = count - len(event.hashes)
-    certain = count - tail.needed if skipped else 0
+    skipped = count - kept - (kept == count - 1 < tail.needed)
+    certain = skipped + kept - tail.needed if count > kept else 0
+    before: int | None = root
+    recent: list[int] = []
     for start in range(0, count, most):
         end = min(start + most, count)
         content = _tokens_between(event, start, end)
-        first, last = max(start - skipped, 0), max(end - skipped, 0)
-        hashes, unkept = event.hashes[first:last], end - start - (last - first)
-        extras = None if event.extras is None else [()] * unkept + list(event.extras[first:last])
-        if start == 0 and not unkept and (not event.parent or len(hashes) > 1):
+        if start == 0 and event.parent and not space.self_contained:
+            before = _settle(index, cache, event, content[: size * TOKEN_BYTES])
+            before = tail.begun if before is None else before
+        lead = min(max(skipped - start, 0), end - start)
+        hashes = event.hashes[max(start - skipped, 0) : max(end - skipped, 0)]
+        remainder = end - start - lead - len(hashes)
+        extras = None
+        if event.extras is not None:
+            more = event.extras[max(start - skipped, 0) : max(end - skipped, 0)]
+            extras = [()] * lead + list(more) + [()] * remainder
+        if start == 0 and not lead and not remainder and (not event.parent or len(hashes) > 1):
             _keep_head(cache, event, hashes, content, extras)
         keys: list[int] = []
         if before is not None:
-            keys = space.keys(before, root, [0] * unkept + hashes, content, size, extras)
+            keys = space.keys(before, root, [0] * lead + hashes + [0] * remainder, content, size, extras)
             before = keys[-1]
-        for place, digest in enumerate(hashes, unkept):
+            recent = [*recent, *keys][-tail.needed - 1 :]
+        for place, digest in enumerate(hashes, lead):
             index.store_tail(cache, tail, digest)
             if keys and start + place >= certain:
                 tail.name(digest, keys[place])
         yield end - start
+    if kept == tail.needed < count and len(recent) > kept and not space.self_contained:
+        tail.doubt(event.hashes, recent)
+    elif not kept and (count > 1 or not event.parent):  # a single block is one of an answer
+        tail.begin(before)
+
+
+def _settle(index: KvIndex, cache: RankCache, event: BlocksStored, content: bytes) -> int | None:
+    """Return the key of the block before an event, whose first block has this `content`; `None` = not known. If that
+    block was taken for the one that now follows it, it and those before it are moved by one."""
+    for tail in cache.tails.values():
+        if doubtful := tail.doubtful.get(event.parent):
+            earlier = doubtful[1][-2:]
+            root = index.space.root(cache.model, event.lora)
+            if index.space.keys(earlier[0], root, [0], content, event.block_size, None) == earlier[1:]:
+                tail.move(event.parent)
+    return cache.tail_key(event.parent)
 
 
 def _in_steps(steps: Iterator[int], blocks: int, most: int = STEP) -> Iterator[int] | None:

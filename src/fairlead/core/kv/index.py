@@ -14,7 +14,7 @@ Rules
 * The caller passes the time, in seconds.
 """
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -133,7 +133,7 @@ class KvIndex:
         cache.dropped = False
         cache.sizes = {}
         for tail in cache.tails.values():
-            tail.copies, tail.key_of, tail.keys = OrderedDict(), {}, set()
+            tail.clear()
 
     def clear_group(self, cache: RankCache, group: int) -> None:
         """Forget all blocks of one group of a rank, like `clear_rank`."""
