@@ -36,6 +36,13 @@ class Shelf(Struct, eq=False):
     #: The segment where the next eviction begins; and how many segments of a dead shelf are taken apart.
     hand: int = 0
     reclaimed: int = 0
+    #: Hashes of the store before, if it stored the beginning of a prompt again.
+    repeated: list[int] = []
+
+    def repeat(self, hashes: list[int]) -> list[int]:
+        """Set `repeated` and return what it was."""
+        former, self.repeated = self.repeated, hashes
+        return former
 
     def key_of(self, digest: int) -> int | None:
         """Return the key of a block on this shelf; `None` = it is not here."""
@@ -218,6 +225,8 @@ class RankCache(Struct, eq=False):
     heard: bool = False
     linked: bool = False
     behind: bool = False
+    #: Whether its engine also reports blocks that it only uses again.
+    reports: bool = False
     #: How many snapshots are being made of it. Its feed begins no batch meanwhile.
     holds: int = 0
 
@@ -276,6 +285,9 @@ class RankCache(Struct, eq=False):
             self.block_size = size
         if len(self.sizes) > MOST_SIZES:
             del self.sizes[next(known for known in self.sizes if known not in (size, self.block_size))]
+
+    def note_reports(self) -> None:
+        self.reports = True
 
     def note_emptied(self) -> None:
         self.emptied = _EMPTIED_FOR

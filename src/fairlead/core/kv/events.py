@@ -76,6 +76,8 @@ STEP = 64
 _STEP_TOKENS = 4096
 #: Tokens of a block, at most. Hybrid models have blocks of some thousands.
 _MOST_TOKENS = 16_384
+#: Blocks of a store that are remembered until it is clear whether it added copies.
+_MOST_REPEATED = 256
 
 
 def apply(index: KvIndex, cache: RankCache, event: KvEvent, now: float) -> Iterator[int] | None:
@@ -239,10 +241,29 @@ def _each(hashes: list[int], change: Callable[[int], None]) -> Iterator[int]:
         yield len(step)
 
 
+def _copies(index: KvIndex, shelf: Shelf, event: BlocksStored) -> bool:
+    """Return whether a store adds copies of blocks that are known.
+
+    With `kv_cache_report_mode: full`, vLLM 0.32 begins the events of a prompt with those of its blocks that it only
+    uses again. They look as if it had computed them again, as it does for `prompt_logprobs`, but new blocks follow.
+    """
+    cache, held = shelf.cache, shelf.key_of(event.hashes[0]) is not None
+    counted = shelf.repeat([])
+    if counted and event.parent == counted[-1] and not held:
+        cache.note_reports()
+        for digest in counted:
+            index.remove(shelf, digest)
+    repeats = held and not event.parent
+    # A prompt of exactly one block that is asked for again is computed again.
+    if repeats and not cache.reports and len(event.hashes) > 1:
+        shelf.repeat(event.hashes[-_MOST_REPEATED:])
+    return not (repeats and cache.reports)
+
+
 class _Store:
     """A store in progress, and its position in the chain."""
 
-    __slots__ = ("_before", "_depth", "_event", "_fresh", "_index", "_now", "_parent", "_root", "_shelf")
+    __slots__ = ("_before", "_copies", "_depth", "_event", "_fresh", "_index", "_now", "_parent", "_root", "_shelf")
 
     def __init__(self, index: KvIndex, shelf: Shelf, event: BlocksStored, now: float) -> None:
         cache = shelf.cache
@@ -257,6 +278,7 @@ class _Store:
                 index.know_adapters((event.lora,))
         #: Whether these are the blocks of a prompt, and none was stored yet. (During decode, blocks arrive singly.)
         self._fresh = not event.parent or len(event.hashes) > 1
+        self._copies = _copies(index, shelf, event)
         self._root = root = index.space.root(cache.model, event.lora)
         self._depth = 0
         self._parent = event.parent
@@ -290,7 +312,7 @@ class _Store:
             self._fresh = False
             _keep_head(self._shelf.cache, self._event, hashes, tokens, extras)
         keys = self._index.space.keys(self._before, self._root, hashes, tokens, self._event.block_size, extras)
-        self._index.store(self._shelf, hashes, keys, self._depth)
+        self._index.store(self._shelf, hashes, keys, self._depth, self._copies)
         self._before = keys[-1]
         self._depth += len(hashes)
 

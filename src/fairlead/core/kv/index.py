@@ -152,7 +152,7 @@ class KvIndex:
         """Forget all of one rank, because there is a new engine, whose history begins."""
         self.clear_rank(cache)
         cache.kinds, cache.tails = {}, {}
-        cache.numbered = cache.provisional = cache.sparse = False
+        cache.numbered = cache.provisional = cache.sparse = cache.reports = False
         self.lives[cache.slot] += 1
         cache.lives = self.lives[cache.slot]
 
@@ -181,11 +181,12 @@ class KvIndex:
             self._give_bit(shelf)
         return shelf
 
-    def store(self, shelf: Shelf, hashes: list[int], keys: list[int], depth: int) -> None:
-        """Store consecutive blocks, at most a few hundred, the first one `depth` blocks after the beginning."""
+    def store(self, shelf: Shelf, hashes: list[int], keys: list[int], depth: int, copies: bool = True) -> None:
+        """Store consecutive blocks, at most a few hundred, the first one `depth` blocks after the beginning. `copies`:
+        whether blocks that are already there get one more copy."""
         if shelf.dead:
             return
-        copies = shelf.cache.slot != EVERYONE  # shared storage has one copy, whoever reports it
+        copies &= shelf.cache.slot != EVERYONE  # shared storage has one copy, whoever reports it
         admitted = self.blocks.store(shelf, hashes, keys, depth, copies)
         self.entries += admitted
         self.admitted += admitted
