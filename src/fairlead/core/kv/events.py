@@ -113,6 +113,8 @@ def _store(index: KvIndex, cache: RankCache, event: BlocksStored, now: float) ->
             index.clear_group(cache, group)  # its first events may have come without its kind
             needed = cache.needed(group, event.block_size, event.window)
             if tail := index.tail(cache, group, event.block_size, needed):
+                if _only_used(cache, tail, event):
+                    return None
                 cache.sparse |= _token_count(event) > event.block_size * len(hashes)
                 if not cache.units and event.tokens:
                     return _store_sole(index, cache, tail, event)
@@ -135,6 +137,12 @@ def _store(index: KvIndex, cache: RankCache, event: BlocksStored, now: float) ->
             return None
         steps = store.steps(most)
     return _in_steps(steps, len(hashes), most)
+
+
+def _only_used(cache: RankCache, tail: Tail, event: BlocksStored) -> bool:
+    """Whether an event tells of a hit (see `_copies`): then it names all blocks before, also those that are gone."""
+    several = cache.reports or (cache.sparse and len(event.hashes) > tail.needed)
+    return several and not event.parent and bool(event.hashes) and event.hashes[-1] in tail.copies
 
 
 def _token_count(event: BlocksStored) -> int:

@@ -142,3 +142,17 @@ def test_keys_of_the_engine_are_certain() -> None:
     for behind in (0, 0, 70, 40):
         predicted, cached = engine.ask(prompt + made(random, behind))
         assert predicted == cached
+
+
+def test_a_report_of_a_hit_stores_nothing() -> None:
+    """With `kv_cache_report_mode: full` it names all blocks of the prompt, of which most are not held."""
+    random = Random(1)
+    engine = Engine()
+    prompt = made(random, 500)
+    engine.ask(prompt)
+    content = array("I", prompt[:480]).tobytes()
+    hashes = engine.hashes(prompt)
+    engine.apply(BlocksStored(hashes, 0, content, SIZE, group=0, kind="sliding_window", window=WINDOW))
+    assert engine.cache.blocks == NEEDED
+    assert engine.ask(prompt[:320]) == (0, 0)
+    assert engine.ask(prompt) == (480, 480)
