@@ -68,7 +68,8 @@ function envoy_on_request(handle)
   local received, fits = 0, true
   for chunk in handle:bodyChunks() do
     received = received + chunk:length()
-    fits = fits and (announced or take(upload, chunk:length()))
+    -- What is beyond the limit is discarded, and takes no memory.
+    fits = fits and (announced or take(upload, math.max(math.min(received, LIMIT) - upload.bytes, 0)))
     if not fits then
       refuse(handle, received)
       chunk:setBytes("")
@@ -87,7 +88,9 @@ def bound(options: Options, outside: bool) -> list[Json]:
         return []
     threads = options.concurrency or os.cpu_count() or 1
     most = max(int(options.max_heap * options.upload_share) // threads, options.body_limit)
-    values = f'local MOST, WHY, NAMESPACE, REFUSED = {most}, "{WHY}", "{OWN_NAMESPACE}", "{REFUSED_UPLOAD}"'
+    names = f'"{WHY}", "{OWN_NAMESPACE}", "{REFUSED_UPLOAD}"'
+    limit = options.body_limit if discard(options, outside) else 1 << 62
+    values = f"local MOST, LIMIT, WHY, NAMESPACE, REFUSED = {most}, {limit}, {names}"
     typed = {"@type": _LUA, "default_source_code": {"inline_string": values + _SOURCE}}
     return [{"name": BOUND, "typed_config": typed, "disabled": outside}]
 
