@@ -436,12 +436,13 @@ class SchedulerMetrics:
 
     def _without_model(self, model: str, tenant: str) -> _Bundle:
         """The bundle of a tenant's requests for no known model. Only a tenant that was answered 2xx before has one of
-        its own: clients may make up names."""
+        its own, because clients may make up names. These take a quarter of all sets at most."""
         key = _key(model, model, tenant, 0)
-        known = {known for _, _, known, _ in self._earned} - {""}
-        if key not in self._bundles and key[2] in known and len(self._earned) < self._cap:
-            self._make(key)
-            self._earned.add(key)
+        if key not in self._bundles and key[2] and any(known == key[2] for _, _, known, _ in self._earned):
+            refused = sum(name in ("", OTHER) for name, *_ in self._earned)
+            if len(self._earned) < self._cap and refused < self._cap // 4:
+                self._make(key)
+                self._earned.add(key)
         return self._bundle(*key)
 
     def _known(self, model: str, target: str, fairness_id: str, priority: int) -> _Bundle | None:

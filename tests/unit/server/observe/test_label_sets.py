@@ -122,6 +122,16 @@ def test_there_are_at_most_so_many_at_once_and_idle_ones_make_room() -> None:
     assert counted.running("m3") == 0
 
 
+def test_refused_requests_leave_room_for_those_that_are_answered() -> None:
+    counted = Counted(cap=20)
+    for i in range(12):
+        counted.end(counted.arrive("m", f"t{i}"))
+        counted.metrics.on_client_error(400, f"t{i}")
+    assert counted.value("fairlead_metrics_label_sets") == 12 + 5
+    counted.end(counted.arrive("m", "late"))
+    assert counted.requests("m", fairness_id="late") == 1
+
+
 def test_a_name_that_is_declared_stays_though_idle() -> None:
     counted = Counted(idle_s=60.0)
     counted.metrics.declare(["m"])
