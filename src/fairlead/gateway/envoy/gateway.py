@@ -124,7 +124,8 @@ def remove_leftovers(base: Path) -> None:
     """Remove directories of gateways that were killed. The configuration is in them, perhaps with a password."""
     for path in base.glob(_PREFIX + MADE):
         with contextlib.suppress(OSError):
-            starts = (path / LISTENERS_LATER).exists() or not (path / LISTENERS).exists()
+            # In this order, the reverse of `_write`: the files may be written just now.
+            starts = not (path / LISTENERS).exists() or (path / LISTENERS_LATER).exists()
             if starts and time.time() - path.stat().st_mtime < _STARTS_S:
                 continue  # not even tried to lock: it is about to
             if any((path / name).is_file() for name in (LISTENERS, ENDPOINTS)):

@@ -57,3 +57,20 @@ def test_directories_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_gateway_that_was_only_prepared_stays(tmp_path: Path) -> None:
     directories = [Path(prepare(Options(port=0), binary="/bin/true", directory=tmp_path).directory) for _ in range(2)]
     assert set(tmp_path.iterdir()) == set(directories)
+
+
+def test_a_gateway_that_writes_its_files_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, exists = gateway(tmp_path, listens=False), Path.exists
+    files = [directory / name for name in ("listeners-later.json", "listeners.json")]
+    for file in files:
+        file.unlink()
+
+    def written_after_the_first_look(path: Path) -> bool:
+        found = exists(path)
+        for file in files:
+            file.write_text("{}")
+        return found
+
+    monkeypatch.setattr(Path, "exists", written_after_the_first_look)
+    remove_leftovers(tmp_path)
+    assert exists(directory)
