@@ -432,20 +432,25 @@ class Guard:
 
     def call(self, now: float, fleet: FleetView, call: Callable[[*Args], T], *args: *Args) -> T | None:
         """Return the answer; `None` while the plugin rests. Raise what `guarded` raises."""
-        return self._unless_resting(now, lambda: guarded(fleet, call, *args))
-
-    def call_apart(self, now: float, call: Callable[[*Args], T], *args: *Args) -> T | None:
-        """As `call`, for a plugin that gets no columns."""
-        return self._unless_resting(now, lambda: interruptible(call, *args))
-
-    def _unless_resting(self, now: float, call: Callable[[], T]) -> T | None:
         if self.rests(now):
             return None
         try:
-            return call()
+            return guarded(fleet, call, *args)
         except PLUGIN_FAILURES as error:
-            if not hung(error):
-                raise
+            self._failed(error, now)
+            raise
+
+    def call_apart(self, now: float, call: Callable[[*Args], T], *args: *Args) -> T:
+        """As `call`, for a plugin that gets no columns and does not rest."""
+        try:
+            return interruptible(call, *args)
+        except PLUGIN_FAILURES as error:
+            self._failed(error, now)
+            raise
+
+    def _failed(self, error: BaseException, now: float) -> None:
+        """Raise a `PluginError` if the plugin did not return."""
+        if hung(error):
             self._rests_until = rests_until(self._rests_until, now)
             failure = PluginError(self.name, described(error))
             raise failure.with_note(f"it is left out for {REST_S:.0f} s") if self.rests(now) else failure from error

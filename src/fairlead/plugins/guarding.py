@@ -17,7 +17,7 @@ from fairlead.apis.request import parse_request
 from fairlead.core.apis import OTHER
 from fairlead.core.columns import BoolColumn, FloatColumn
 from fairlead.core.endpoint import Endpoint
-from fairlead.core.errors import PLUGIN_FAILURES, ClientError, PluginError, described, hung, of_plugin
+from fairlead.core.errors import PLUGIN_FAILURES, ClientError, PluginError, hung, of_plugin
 from fairlead.core.fairness import Strict
 from fairlead.core.flow import Ceiling, Fairness, Flow, Ordering, Waiting
 from fairlead.core.policy import (
@@ -104,7 +104,7 @@ class Measuring:
             if guard.rests(now):
                 continue
             try:
-                measured: Any = guard.call_apart(now, source.measure, endpoint, page)
+                measured = guard.call_apart(now, source.measure, endpoint, page)
                 given = {name: float(value) for name, value in measured.items()}
                 stray = given.keys() - {*source.provides}
                 if stray:
@@ -268,8 +268,7 @@ class GuardedOrdering(_Guarded[Ordering]):
         if self.rests(now):
             return now
         try:
-            answer: Any = self.call_apart(now, self._inner.key, waiting)
-            key = float(answer)
+            key = float(self.call_apart(now, self._inner.key, waiting))
             if isfinite(key):
                 return key
             raise ValueError(f"the key {key} is not finite")
@@ -361,7 +360,7 @@ class GuardedCeiling(_Guarded[Ceiling]):
                 raise ValueError(f"{len(allowed)} answers for {len(priorities)} bands")
             except PLUGIN_FAILURES as error:
                 self._hung += hung(error)
-                failure = PluginError(self.name, described(error))
+                failure = of_plugin(self.name, error)
                 over = self._hung == 2
                 _tell(self._report, self.name, failure.with_note("it is left out until a restart") if over else failure)
         return [True] * len(priorities)
