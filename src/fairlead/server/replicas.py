@@ -15,6 +15,7 @@ from fairlead.config.schema import ReplicaSettings
 from fairlead.core.events import Event, PeerHeard, PeerLost, PeerSnapshot
 from fairlead.pool.aio import in_turns
 from fairlead.server.observe.log import get
+from fairlead.server.observe.troubles import named
 
 log = get("replicas")
 
@@ -35,8 +36,6 @@ SLOW_S = 1.0
 STEADY_S = 10.0
 #: Seconds beyond its own length for which a lag counts, because nothing measures it while nothing happens.
 LAG_KEPT_S = 5.0
-#: How many replicas a text names at most.
-_MOST_NAMED = 3
 
 
 def _gateway_of(origin: str) -> tuple[str, str]:
@@ -44,12 +43,6 @@ def _gateway_of(origin: str) -> tuple[str, str]:
     older version made the name."""
     host, _, run = origin.rpartition("-")
     return host, run[:-RUN_DIGITS]
-
-
-def _first_few(names: list[str]) -> str:
-    """The first names, and how many more there are."""
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 class Facts(Struct, frozen=True):
@@ -207,7 +200,7 @@ class Replicas:
             return f"only {here} of {self._workers} workers are heard: {why}"
         lacking = [name for name, peer in self.peers.items() if peer.pause_s >= ASK_CAP_S]
         if lacking:
-            return f"facts of {_first_few(lacking)} stay missing: do they have the same endpoints, and the same pool?"
+            return f"facts of {named(lacking)} stay missing: do they have the same endpoints, and the same pool?"
         return next(filter(None, map(self._facts.difference, sorted(self.peers))), "")
 
     def _workers_here(self) -> int:
@@ -231,7 +224,7 @@ class Replicas:
         if not count:  # the lag is that of our own messages
             return f"no other scheduler heard for {self.unheard_s:.0f} s"
         peers = f"{count} other{'' if count == 1 else 's'}, heard {self.lag_s * 1e3:.0f} ms late"
-        return peers + (f"; facts of {_first_few(self.missing)} are missing" if self.missing else "")
+        return peers + (f"; facts of {named(self.missing)} are missing" if self.missing else "")
 
     def page(self) -> dict[str, object]:
         """The page `/debug/replicas`."""

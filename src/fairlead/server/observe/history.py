@@ -34,9 +34,8 @@ from fairlead.server.observe.snapshot_shape import (
     Point,
     Quantiles,
     momentary,
-    named,
 )
-from fairlead.server.observe.troubles import HOLD_S, Happened
+from fairlead.server.observe.troubles import HOLD_S, Happened, named
 from fairlead.server.observe.watch import Watch
 
 log = get("schedule")

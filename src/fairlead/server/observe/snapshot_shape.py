@@ -15,7 +15,7 @@ from fairlead.core.fleet import ERRORS_TO_EJECT
 from fairlead.core.remote import CLOSED
 from fairlead.core.trust import Finding
 from fairlead.server.observe.component_metrics import SPEED
-from fairlead.server.observe.troubles import Happened
+from fairlead.server.observe.troubles import NAMED, Happened, named
 from fairlead.server.observe.watch import Watch
 
 
@@ -328,7 +328,7 @@ BAD, WATCH = "bad", "watch"
 #: The name of the trouble, and the key of the notice.
 MODELS_OUT = "models-out"
 #: There are at most so many notices, and one sentence lists at most so many names.
-_MOST, _NAMED = 6, 3
+_MOST = 6
 #: Forecasts per minute that are enough to judge them, and the least share of them that must be within the 90 % band.
 _ENOUGH, _LEAST_INSIDE = 50, 0.6
 #: With at least this share of failed requests, the notice is `bad`.
@@ -452,7 +452,7 @@ def _unread(endpoints: Sequence[EndpointRow]) -> Iterable[Notice]:
     rows = [row for row in endpoints if row.state == "unread"]
     if rows:
         level = BAD if len(rows) == len(endpoints) else WATCH
-        reasons = [*dict.fromkeys(row.reason for row in rows if row.reason)][:_NAMED]
+        reasons = [*dict.fromkeys(row.reason for row in rows if row.reason)][:NAMED]
         why = f" ({', '.join(reasons)})" if reasons else ""
         text = f"The metrics of {_listed(rows, len(endpoints))} cannot be read{why}; load is estimated."
         yield Notice(level, "unread", text, runbook="FairleadEndpointStale")
@@ -514,7 +514,7 @@ def _events(watch: Watch, endpoints: Sequence[EndpointRow]) -> Iterable[Notice]:
         elif any(cache.heard and not cache.linked for cache in exact.index.caches_of(slot)):
             stopped.append(row)
     for cause, (details, rows) in distrusted.items():
-        why = f" Likely cause: {'; '.join([*details][:_NAMED])}." if cause else ""
+        why = f" Likely cause: {'; '.join([*details][:NAMED])}." if cause else ""
         at_most = "at most " if len(rows) > 1 else ""
         what = (
             f": predictions came true in {at_most}{max(row.trust or 0.0 for row in rows):.0%} of the last answers; "
@@ -559,12 +559,6 @@ def _troubles(watch: Watch) -> Iterable[Notice]:
 def _listed(rows: Sequence[EndpointRow], of: int, single: str = "endpoint") -> str:
     names = named([row.id for row in rows])
     return f"{single} {names}" if len(rows) == 1 else f"{len(rows)} of {of} endpoints ({names})"
-
-
-def named(names: Sequence[str]) -> str:
-    """The first names in one text, and how many more there are."""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
 
 
 def _seconds(value: float) -> str:

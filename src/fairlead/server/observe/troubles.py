@@ -7,7 +7,7 @@ as a trouble itself, and the other checks still run.
 import os
 import re
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import inf
 from pathlib import Path
@@ -27,7 +27,16 @@ _NUMBERS = re.compile(r"\d+")
 #: There is a trouble if at least this share of the file descriptors is in use.
 _FEW_LEFT = 0.9
 
+#: Names in one text, at most.
+NAMED = 3
+
 Check = Callable[[], str]
+
+
+def named(names: Sequence[str]) -> str:
+    """The first names in one text, and how many more there are."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 class Happened(Struct, eq=False):

@@ -30,7 +30,7 @@ from fairlead.server.observe.log import get
 from fairlead.server.observe.metrics import SchedulerMetrics
 from fairlead.server.observe.recent import Recent
 from fairlead.server.observe.tracing import Tracing
-from fairlead.server.observe.troubles import Troubles, watch_process
+from fairlead.server.observe.troubles import Troubles, named, watch_process
 
 log = get("schedule")
 #: The pool's name in published metrics.
@@ -359,8 +359,8 @@ class Watch:
         out, count = len(failing), self.fleet.table.count
         if out == count:
             return f"the metrics pages of all {count} endpoints fail; requests go there all the same"
-        names = ", ".join(failing[:3]) + (" and others" if out > 3 else "")
-        texts = [f"{out} of {count} endpoints are out of use, as their metrics pages fail: {names}"] if out else []
+        why = f"as their metrics pages fail: {named(failing)}"
+        texts = [f"{out} of {count} endpoints are out of use, {why}"] if out else []
         if estimated := len(self._silent) - out:
             texts.append(f"the metrics of {estimated} of {count} endpoints cannot be read; their load is estimated")
         return "; ".join(texts)
