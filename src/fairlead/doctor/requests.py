@@ -61,7 +61,7 @@ _NO_PATH = ("404 ", "405 ", "501 ")
 _EMBEDDINGS = "/v1/embeddings"
 
 
-async def embeds_only(site: Site, endpoint: Endpoint, error: str) -> bool:
+async def answers_none(site: Site, endpoint: Endpoint, error: str) -> bool:
     """Whether a model server answers no prompts, as those of embedding models. `error`: what it said to a completion,
     as `shown` gives it. A wrong address or path prefix gives 404 and its like too, so then embeddings are asked for."""
     if _CANNOT in error:
@@ -86,7 +86,7 @@ _AROUND = 128
 
 
 class Filling(Struct, frozen=True):
-    """A prompt of `tokens` fills blocks of `size` tokens. `why_not`: why no prompt can; empty = one can."""
+    """A prompt of `tokens` fills at least one block. `why_not`: why no prompt can; empty = one can."""
 
     tokens: int
     why_not: str = ""

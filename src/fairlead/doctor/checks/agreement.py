@@ -20,9 +20,9 @@ from fairlead.doctor.requests import (
     CHAT,
     COMPLETIONS,
     ReportedUsage,
+    answers_none,
     chat,
     completion,
-    embeds_only,
     filling,
     shown,
     usage,
@@ -167,7 +167,7 @@ NOT_ALLOWED = Kind(
     "nothing; the predictions of KV events could not be compared", _SELF_CHECK,
 )  # fmt: skip
 NO_ANSWERS = Kind(
-    "kv-agreement.no-answers", Severity.NOTE, "a model server answers embeddings only, or no prompt that fills a block",
+    "kv-agreement.no-answers", Severity.NOTE, "a model server answers no prompts, or none that fills a block",
     "nothing; the predictions of KV events could not be compared", _SELF_CHECK,
 )  # fmt: skip
 _CAUSES = {
@@ -249,7 +249,7 @@ async def _kv_agreement_of(site: Site, kv: KvListening, slot: int) -> list[Findi
     if isinstance(first, str):
         if first.startswith(("401 ", "403 ")):
             return [NOT_ALLOWED.at(endpoint.id, first)]
-        kind = NO_ANSWERS if await embeds_only(site, endpoint, first) else FAILED
+        kind = NO_ANSWERS if await answers_none(site, endpoint, first) else FAILED
         return [kind.at(endpoint.id, f"{prompt.path}: {first}")]
     pair = await _asked_again(site, kv, slot, prompt, known)
     if isinstance(pair, str):

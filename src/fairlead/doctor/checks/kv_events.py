@@ -16,7 +16,7 @@ from fairlead.core.trust import SEED as WRONG_SEED
 from fairlead.core.trust import Case, diagnose
 from fairlead.doctor.http import Answer
 from fairlead.doctor.kv_listening import KvListening, listening
-from fairlead.doctor.requests import COMPLETIONS, completion, embeds_only, filling, shown
+from fairlead.doctor.requests import COMPLETIONS, answers_none, completion, filling, shown
 from fairlead.doctor.run import Finding, Kind, Severity, Skipped, check
 from fairlead.doctor.site import Site, series, tried
 from fairlead.pool.kv_events import discovery
@@ -183,7 +183,7 @@ NO_EVENTS = Kind(
 )  # fmt: skip
 
 NO_ANSWERS = Kind(
-    "kv-dialled.no-answers", Severity.NOTE, "a model server answers embeddings only, or no prompt that fills a block",
+    "kv-dialled.no-answers", Severity.NOTE, "a model server answers no prompts, or none that fills a block",
     "nothing; whether its events arrive could not be checked", _BELIEVED,
 )  # fmt: skip
 RANKS = Kind(
@@ -270,7 +270,7 @@ async def _asked(site: Site, endpoint: Endpoint, unable: dict[str, str], errors:
         errors.pop(endpoint.id, None)
         return
     error = shown(answer) if isinstance(answer, Answer) else str(answer)
-    noted = unable if await embeds_only(site, endpoint, error) else errors
+    noted = unable if await answers_none(site, endpoint, error) else errors
     noted[endpoint.id] = f"{COMPLETIONS}: {error}"
 
 
