@@ -868,15 +868,17 @@ class StateSettings(Section):
         return (self.file or beside) if self.enabled else ""
 
 
+#: A host, perhaps with a port, in a regular expression.
+_HOST = r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?"
+
+
 class ReplicaSettings(Section):
     """Several schedulers of one pool that decide as one, see docs/replicas.md. Off without `via`."""
 
     via: str = Field(
         default="",
-        pattern=r"^((valkey|redis)s?://([^@/?#\s]*@)?([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[0-9]{1,5})?"
-        r"|(valkey|redis)s?\+sentinel://([^@/?#\s]*@)?"
-        r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(,([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?)*"
-        r"/[^@/?#\s]+(/[0-9]{1,5})?"
+        pattern=rf"^((valkey|redis)s?://([^@/?#\s]*@)?{_HOST}(/[0-9]{{1,5}})?"
+        rf"|(valkey|redis)s?\+sentinel://([^@/?#\s]*@)?{_HOST}(,{_HOST})*/[^@/?#\s]+(/[0-9]{{1,5}})?"
         r"|unix://([^@/?#\s]*@)?/[^?#\s]+(\?db=[0-9]{1,5})?|file:///[^?#\s]+)?$",
         examples=["valkey://USER@HOST:PORT/DB", "valkey+sentinel://HOST,HOST/NAME", "unix:///PATH", "file:///PATH"],
         description="The Valkey or Redis server through which the schedulers exchange facts: "

@@ -196,12 +196,12 @@ def _sole_steps(index: KvIndex, cache: RankCache, tail: Tail, event: BlocksStore
             before = _settle(index, cache, event, content[: size * TOKEN_BYTES])
             before = tail.begun if before is None else before
         lead = min(max(skipped - start, 0), end - start)
-        hashes = event.hashes[max(start - skipped, 0) : max(end - skipped, 0)]
+        own = slice(max(start - skipped, 0), max(end - skipped, 0))
+        hashes = event.hashes[own]
         remainder = end - start - lead - len(hashes)
         extras = None
         if event.extras is not None:
-            more = event.extras[max(start - skipped, 0) : max(end - skipped, 0)]
-            extras = [()] * lead + list(more) + [()] * remainder
+            extras = [()] * lead + list(event.extras[own]) + [()] * remainder
         if start == 0 and not lead and not remainder and (not event.parent or len(hashes) > 1):
             _keep_head(cache, event, hashes, content, extras)
         keys: list[int] = []
