@@ -280,14 +280,20 @@ class Live:
 
     def _is_checked(self) -> bool:
         """Whether a gateway takes this scheduler as healthy and may have others to ask. An embedded gateway has none
-        but the other workers, and when it stops, it has sent its last request."""
-        alone = bool(self._gateway) and (self._beside.workers == 1 or self.health.leaving)
+        but the other workers, and when it stops, it has sent its last request. Schedulers behind a gateway of their own
+        share `replicas.via`, or a leader's lease in Kubernetes."""
+        if self._gateway:
+            alone = self._beside.workers == 1 or self.health.leaving
+        else:
+            alone = not (self.config.replicas.via or self.config.kubernetes.on)
         return self.health.asked and not alone and self.health.status(EXT_PROC) is ServingStatus.SERVING
 
     async def _finish(self, server: Server) -> None:
-        """Give requests in flight time to finish. A second signal cuts them off."""
+        """Give requests in flight time to finish. A second signal cuts them off, and those that wait are refused."""
         await until_set(self._ending.at_once, self._drain(server))
         if self._ending.at_once.is_set():
+            self.serving.empty_queue()
+            await asyncio.sleep(_POLL)  # until the refusals are sent
             await server.close(0.0)
 
     async def _drain(self, server: Server) -> None:

@@ -1,6 +1,7 @@
 """A scheduler without an embedded gateway: what ends it, and its exit code."""
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -8,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -139,11 +140,14 @@ async def test_signals_of_other_servers_end_nothing(busy: Busy, caplog: pytest.L
     assert not busy.run.done()
 
 
-async def test_a_gateway_that_checks_its_health_notices_before_it_closes(tmp_path: Path) -> None:
-    """Otherwise requests go past the other schedulers of that gateway until its next health check."""
+@contextlib.asynccontextmanager
+async def checked(
+    tmp_path: Path, more: str
+) -> AsyncIterator[tuple[Live, asyncio.Task[None], Callable[[], Awaitable[bytes]]]]:
+    """A scheduler that a gateway has found healthy, its run, and another check."""
     grpc = pytest.importorskip("grpc", reason="needs grpcio: pip install 'fairlead[grpc]'")
     collector, file, port = gc.get_threshold(), tmp_path / "f.yaml", free_port()
-    file.write_text(FILE.replace("port: 0}\nals", f"port: {port}}}\nals"))
+    file.write_text(FILE.replace("port: 0}\nals", f"port: {port}}}\nals") + more)
     live = Live(load(file))
     run = asyncio.create_task(live.run())
 
@@ -157,14 +161,48 @@ async def test_a_gateway_that_checks_its_health_notices_before_it_closes(tmp_pat
         async with asyncio.timeout(30):
             while await check() != b"\x08\x01":
                 await asyncio.sleep(0.01)
-            live.stop()
-            await asyncio.sleep(1.0)
-            assert await check() == b"\x08\x02", "a new connection is told that it is not ready"
-            live.driver.feed(RequestArrived(replace(request(model="m"), id=1, arrived=0.0)))
-            assert live.serving.leases == 1, "requests are still decided"
-            live.driver.feed(ResponseEnded(request_id=1, status=200))
+            yield live, run, check
             await run
     finally:
         run.cancel()
         gc.unfreeze()
         gc.set_threshold(*collector)
+
+
+#: It has others, although none can be reached.
+SHARED = "replicas: {via: 'valkey://127.0.0.1:1'}"
+
+
+async def test_a_gateway_that_checks_its_health_notices_before_it_closes(tmp_path: Path) -> None:
+    """Otherwise requests go past the other schedulers of that gateway until its next health check."""
+    async with checked(tmp_path, SHARED) as (live, _, check):
+        live.stop()
+        await asyncio.sleep(1.0)
+        assert await check() == b"\x08\x02", "a new connection is told that it is not ready"
+        live.driver.feed(RequestArrived(replace(request(model="m"), id=1, arrived=0.0)))
+        assert live.serving.leases == 1, "requests are still decided"
+        live.driver.feed(ResponseEnded(request_id=1, status=200))
+
+
+async def test_nobody_waits_for_a_gateway_that_has_no_other_scheduler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fairlead.server.live.scheduler._NOTICE_S", 600.0)
+    async with checked(tmp_path, "") as (live, run, _):
+        live.stop()
+        await run
+
+
+async def test_a_second_signal_refuses_who_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the gateway sends them past the schedulers, to endpoints that are full."""
+    monkeypatch.setattr("fairlead.server.live.scheduler._NOTICE_S", 600.0)
+    refused = list[bool]()
+    async with checked(tmp_path, SHARED) as (live, run, _):
+        monkeypatch.setattr(live.serving, "empty_queue", lambda: refused.append(True))
+        os.kill(os.getpid(), signal.SIGTERM)
+        while live.health.status(READINESS) is ServingStatus.SERVING:
+            await asyncio.sleep(0.01)
+        assert not refused
+        os.kill(os.getpid(), signal.SIGTERM)
+        await run
+    assert refused
