@@ -4,6 +4,7 @@ A journal's directory holds the segments of one or more runs (processes). A segm
 `serve --workers`, the segments of the other workers are in its subdirectories.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 from pathlib import Path
@@ -233,7 +234,7 @@ def search(path: Path, wanted: str, run: str = "") -> JournaledDecision:
     if dot and any(candidate.id == named for candidate in there):
         run, number = named, _number(digits)
     meant: list[str | int] = [wanted] if number is None else [number]
-    if number is None and wanted.isdecimal() and len(wanted) < 20:
+    if number is None and re.fullmatch("0|[1-9][0-9]{,18}", wanted):
         meant = [int(wanted), wanted]
     for candidate in reversed(there):
         if run in ("", candidate.id):

@@ -124,6 +124,8 @@ def request_number(wanted: str, decision_id: DecisionId | None = None) -> int:
         number = int(text, 16) if dot else int(text)
     except ValueError:
         return -1
+    if not dot and str(number) != wanted:  # such as 0012, which only clients write
+        return -1
     return -1 if dot and decision_id is not None and decision_id(number) != wanted else number
 
 

@@ -281,12 +281,13 @@ def test_each_segment_is_read_once_however_many_requests_of_an_id_wait(tmp_path:
 
 def test_a_client_that_sends_a_number_hides_no_decision(tmp_path: Path) -> None:
     write(tmp_path, [(arrived(1.0, 1), decided(1.0, 1)), (arrived(2.0, 2, "1"), decided(2.0, 2))])
-    write(tmp_path, [(arrived(3.0, 3, "77"), decided(3.0, 3))], "0000beef", "u")
+    last = (arrived(3.0, 3, "77"), decided(3.0, 3)), (arrived(4.0, 4, "02"), decided(4.0, 4))
+    write(tmp_path, [*last], "0000beef", "u")
     recent = RecentDecisions(size=9)
-    for number, name in ((1, "x1"), (2, "1"), (3, "77")):
+    for number, name in ((1, "x1"), (2, "1"), (3, "77"), (4, "02")):
         asked = Request(id=number, arrived=0.0, model="m", external_id=name)
         recent.on_decisions([DecisionRecord(request=asked, at=1.0, policy="p", endpoint="a")])
-    for wanted, number in (("1", 1), ("2", 2), ("77", 3), ("x1", 1)):
+    for wanted, number in (("1", 1), ("2", 2), ("77", 3), ("02", 4), ("x1", 1)):
         found = recent.find(wanted)
         assert found is not None
         assert search(tmp_path, wanted).decision.request.id == found[0].request.id == number
