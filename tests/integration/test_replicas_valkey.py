@@ -5,11 +5,13 @@ import shutil
 import signal
 import ssl
 import subprocess
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from tcp import TcpServer
 from tellers import PATIENCE, Teller, agree, running, until
 from valkey import Valkey as SyncValkey
@@ -531,12 +533,49 @@ async def test_sentinels_name_the_primary_also_after_it_died(tmp_path: Path, pas
             await until(lambda: _replicates(site.servers[0].port))
             site.servers[0].kill()
             await until(lambda: one.replicas.problem and other.replicas.problem)
+            down, up = (f"127.0.0.1:{each.port}" for each in site.sentinels[:2])
+            said = lonely.replicas.trouble()
+            assert f"{down}: " in said and f"; {up} knows no such primary" in said
             assert "geheim" not in one.replicas.trouble()
             one.say("meanwhile")
             await until(lambda: agree(one, other) and not one.replicas.problem and not other.replicas.problem)
             assert "meanwhile" in other.known["a"]
     finally:
         site.kill()
+
+
+@asynccontextmanager
+async def pretending(*ports: int, silent: bool = False) -> AsyncIterator[str]:
+    """The URL of sentinels that name these ports. `silent`: one more accepts connections and never answers."""
+
+    async def answer(said: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1000):
+            if said:
+                writer.write(b"*2\r\n$9\r\n127.0.0.1\r\n$%d\r\n%d\r\n" % (len(str(said)), said))
+        writer.close()
+
+    servers = [await asyncio.start_server(partial(answer, port), "127.0.0.1", 0) for port in (*ports, *[0] * silent)]
+    try:
+        places = (f"127.0.0.1:{each.sockets[0].getsockname()[1]}" for each in servers)
+        yield f"valkey+sentinel://{','.join(places)}/known"
+    finally:
+        for each in servers:
+            each.close()
+
+
+async def test_of_two_primaries_that_as_many_sentinels_name_each_is_tried(server: ValkeyServer) -> None:
+    for ports in ((free_port(), server.port), (server.port, free_port())):
+        async with pretending(*ports) as url, running(one := Teller("a", url)):
+            await until(lambda one=one: not one.replicas.problem)
+
+
+async def test_a_sentinel_that_hangs_keeps_nobody_from_saying_goodbye(server: ValkeyServer) -> None:
+    other = Teller("b", server.url)
+    async with pretending(server.port, server.port, silent=True) as url, running(other):
+        async with running(Teller("a", url)):
+            await until(lambda: "a" in other.replicas.peers)
+        async with Valkey.from_url(server.url) as client:
+            assert not await client.exists("{fairlead:pool}:alive:a")
 
 
 def _replicates(port: int) -> bool:

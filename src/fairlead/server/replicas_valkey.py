@@ -102,6 +102,8 @@ class ValkeyReplicas(Replicas):
         scheme = split_via(own.settings.via).scheme
         self._kind = scheme.removesuffix(SENTINEL)
         self._asks_sentinels = scheme.endswith(SENTINEL)
+        #: How often the sentinels were asked.
+        self._attempts = 0
         self._alone_since = time.monotonic()
         #: The reasons of the present outage that were logged. The first is often only a closed connection.
         self._logged: set[str] = set()
@@ -142,13 +144,14 @@ class ValkeyReplicas(Replicas):
         await self._joined()
 
     async def close(self) -> None:
-        """Send the remaining batches and leave, if the server answers within `_FAREWELL_S`."""
+        """Send the remaining batches and leave, if the server answers within `_FAREWELL_S`, and sentinels before it."""
         await _cancelled(self._tasks)
         if not self._tasks or self.problem:
             return
         self._take()
         with suppress(*self._failures):
-            async with asyncio.timeout(_FAREWELL_S), self._client() as client:
+            farewell_s = _FAREWELL_S + (_SENTINEL_S if self._asks_sentinels else 0.0)
+            async with asyncio.timeout(farewell_s), self._client() as client:
                 await self._tell_batches(client)
                 await client.delete(self._alive + self._name)
                 await client.srem(self._members, self._name)
@@ -235,30 +238,37 @@ class ValkeyReplicas(Replicas):
         return options
 
     async def _primary(self, options: dict[str, Any]) -> str:
-        """Ask the sentinels in `replicas.via` for the primary, and return its URL. Raises `OSError`."""
+        """Ask the sentinels in `replicas.via` for the primary, and return its URL. Where as many name one as another,
+        the next attempt takes the other. Raises `OSError`."""
         via = split_via(self._settings.via)
         _, name, *database = via.path.split("/")
         asked = [self._sentinel(place, via.user, name, options) for place in via.places]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         named = Counter(answer for answer in answers if isinstance(answer, str))
         if not named:
-            why = str(answers[0]) or "no answer in time"
+            why = "; ".join(str(answer) for answer in answers[:_MOST_LOGGED])
             raise OSError(f"no sentinel names a primary {name}: {why}")
-        return f"{self._kind}://{via.user}{named.most_common(1)[0][0]}/{''.join(database)}"
+        most = max(named.values())
+        likely = [place for place in named if named[place] == most]
+        self._attempts += 1
+        return f"{self._kind}://{via.user}{likely[self._attempts % len(likely)]}/{''.join(database)}"
 
     async def _sentinel(self, where: str, user: str, name: str, options: dict[str, Any]) -> str:
         """Ask one sentinel for HOST:PORT of the primary. Many have no password although the servers have one, so the
-        first attempt is without. Raises `OSError` if it knows none, and what the client raises."""
+        first attempt is without. Raises `OSError` if it knows none or cannot be asked."""
         from valkey.exceptions import AuthenticationError
 
         parts = urlsplit(f"//{where}")
         place = host_port(parts.hostname or "", parts.port or _SENTINEL_PORT)
         anonymous = {option: value for option, value in options.items() if option != "password"}
-        async with asyncio.timeout(_SENTINEL_S):
-            try:
-                primary = await self._ask(place, name, anonymous)
-            except AuthenticationError:
-                primary = await self._ask(user + place, name, options)
+        try:
+            async with asyncio.timeout(_SENTINEL_S):
+                try:
+                    primary = await self._ask(place, name, anonymous)
+                except AuthenticationError:
+                    primary = await self._ask(user + place, name, options)
+        except self._failures as error:
+            raise OSError(f"{place}: {str(error) or 'no answer in time'}") from error
         if primary is None:
             raise OSError(f"{place} knows no such primary")
         return host_port(*primary)
