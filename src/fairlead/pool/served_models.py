@@ -182,6 +182,10 @@ class ServedModels:
         unlike, names = self._union
         return names if unlike or alike else {}
 
+    def knows_all(self) -> bool:
+        """Whether there are endpoints, and each of them has listed its models."""
+        return bool(self._targets) and all(target.listed.entries for target in self._targets.values())
+
     async def close(self) -> None:
         tasks = [target.task for target in self._targets.values() if target.task is not None]
         for endpoint_id in list(self._targets):

@@ -164,10 +164,13 @@ async def test_a_name_is_listed_as_the_server_with_the_shortest_context_says_it(
 async def test_names_of_unlike_endpoints_are_united(rig: Rig) -> None:
     reader = rig.reader(ScrapeOptions(models_s=0.05))
     assert reader.union(alike=True) == {}
+    assert not reader.knows_all()
     try:
         for name in "ab":
             reader.up(rig.endpoint(name))
+            assert not reader.knows_all()
             await rig.heard()
+        assert reader.knows_all()
         assert reader.union(alike=True).keys() == {"base", "poet"}
         assert reader.union(alike=False) == {}, "all serve the same"
         rig.servers["b"].body = page("critic")

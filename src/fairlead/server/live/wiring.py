@@ -336,9 +336,9 @@ class Core:
         )
 
     def _serves(self, model: str) -> bool:
-        """Whether a model is defined, or an endpoint lists it; true for any name while no endpoint lists its models."""
-        names = self.served.union(True)
-        return not names or model in names or model in self.pipeline.models.known
+        """Whether a model is defined, or an endpoint lists it; true for any name unless all endpoints list theirs."""
+        served = self.served
+        return not served.knows_all() or model in served.union(True) or model in self.pipeline.models.known
 
     def _host(self, understanding: Understanding) -> Host:
         config, watch, inspection = self._config, self.watch, self.inspection
