@@ -8,6 +8,7 @@ The cases: pools of one, some and a hundred endpoints, with empty slots of depar
 idle, busy and full; requests with and without model, session, prompt and SLO. Filters and scorers are called twice: the
 same seed must give the same answer."""
 
+import reprlib
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from random import Random
@@ -41,9 +42,7 @@ def check_filter(plugin: Filter) -> None:
     _named(plugin)
     assert isinstance(plugin.stage, Stage), f"stage is {plugin.stage!r}, expected a Stage"
     for case, known, asked in _cases():
-        mask = _twice(case, known, partial(plugin.keep, asked, known))
-        if mask is not None:
-            _column(case, mask, known, np.bool_)
+        _twice(case, known, partial(plugin.keep, asked, known), True)
 
 
 def check_scorer(plugin: Scorer) -> None:
@@ -51,13 +50,13 @@ def check_scorer(plugin: Scorer) -> None:
     present endpoints must be from 0 to 1."""
     _named(plugin)
     for case, known, asked in _cases():
-        scores = _twice(case, known, partial(plugin.score, asked, known))
+        scores = _twice(case, known, partial(plugin.score, asked, known), 1.0)
         if scores is None:
             continue
-        _column(case, scores, known, np.float64)
         living = scores[known.table.alive]
         assert not np.isnan(living).any(), f"{case}: a score is NaN"
-        assert ((living >= 0) & (living <= 1)).all(), f"{case}: scores from {living.min()} to {living.max()}"
+        span = f"scores from {living.min()} to {living.max()}, expected 0 to 1"
+        assert ((living >= 0) & (living <= 1)).all(), f"{case}: {span}"
 
 
 def check_picker(plugin: Picker) -> None:
@@ -67,7 +66,9 @@ def check_picker(plugin: Picker) -> None:
         for totals in _totals(known):
             rng = Random(1)
             slot = plugin.pick(asked, known, totals.copy(), Cycle(Context(1.0, rng)))
-            assert 0 <= int(slot) < len(totals), f"{case}: picked slot {slot} of {len(totals)}"
+            is_slot = isinstance(slot, int | np.integer)
+            assert is_slot, f"{case}: pick returned {_shown(slot)}, expected a slot: an int, like int(totals.argmax())"
+            assert 0 <= slot < len(totals), f"{case}: picked slot {slot} of {len(totals)}"
             assert totals[slot] > -np.inf, f"{case}: picked slot {slot}, which was filtered out"
 
 
@@ -86,10 +87,13 @@ def _named(plugin: Any) -> None:
     assert isinstance(plugin.name, str) and plugin.name, f"name is {plugin.name!r}, expected a string"
 
 
-def _twice(case: str, known: Fleet, ask: Callable[[Cycle], Any]) -> Any:
-    """The answer, after checking that a second call gives the same answer and changes no column."""
+def _twice(case: str, known: Fleet, ask: Callable[[Cycle], Any], value: Any) -> Any:
+    """The answer, after checking that it is `None` or a column of values like `value`, that a second call gives the
+    same answer, and that no column changed."""
     before, alive = known.table.floats.copy(), known.table.alive.copy()
     first, second = ask(_cycle(known)), ask(_cycle(known))
+    for answer in (first, second):
+        _column(case, answer, np.full(len(known.table), value))
     same = (first is None) == (second is None) and (first is None or np.array_equal(first, second, equal_nan=True))
     assert same, f"{case}: the same question with the same seed was answered differently"
     assert np.array_equal(alive, known.table.alive), f"{case}: the plugin changed table.alive"
@@ -105,11 +109,18 @@ def _cycle(known: Fleet) -> Cycle:
     return cycle
 
 
-def _column(case: str, column: Any, known: Fleet, dtype: type) -> None:
-    assert isinstance(column, np.ndarray), f"{case}: {type(column).__name__} is no numpy array"
-    expected = (len(known.table),)
-    assert column.shape == expected, f"{case}: shape {column.shape}, expected {expected}"
-    assert column.dtype == dtype, f"{case}: dtype {column.dtype}, expected {np.dtype(dtype)}"
+def _column(case: str, answer: Any, like: Any) -> None:
+    fits = isinstance(answer, np.ndarray) and (answer.shape, answer.dtype) == (like.shape, like.dtype)
+    assert answer is None or fits, (
+        f"{case}: returned {_shown(answer)}, expected None or a numpy array of {like.dtype} with shape {like.shape}, "
+        f"one for each slot: for example np.full(len(fleet.table), {like[0].item()})"
+    )
+
+
+def _shown(answer: Any) -> str:
+    if isinstance(answer, np.ndarray):
+        return f"an array of {answer.dtype} with shape {answer.shape}"
+    return "None" if answer is None else f"{reprlib.repr(answer)} ({type(answer).__name__})"
 
 
 def _totals(known: Fleet) -> Iterator[Any]:

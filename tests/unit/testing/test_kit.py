@@ -1,6 +1,7 @@
 """The kit for plugin authors finds what is wrong, and builds what it says."""
 
 from collections.abc import Callable
+from itertools import cycle as cycled
 from typing import Any
 
 import numpy as np
@@ -54,13 +55,18 @@ def spoil(fleet: Fleet, cycle: Cycle) -> FloatColumn:
     return np.zeros(len(fleet.table))
 
 
+SOMETIMES = cycled([None, True])
 GLOBAL = np.random.default_rng(1)
 
 BAD_SCORERS: list[tuple[Callable[..., Any], str]] = [
-    (lambda fleet, cycle: np.zeros(3), "shape"),
-    (lambda fleet, cycle: [0.0] * len(fleet.table), "list is no numpy array"),
-    (lambda fleet, cycle: np.zeros(len(fleet.table), dtype=np.float32), "dtype float32"),
-    (lambda fleet, cycle: np.full(len(fleet.table), 1.5), "scores from 1.5"),
+    (lambda fleet, cycle: np.zeros(3), r"float64 with shape \(3,\), expected .* with shape \(1,\)"),
+    (lambda fleet, cycle: [0.0] * len(fleet.table), r"returned \[0.0\] \(list\), expected None or a numpy array"),
+    (lambda fleet, cycle: np.zeros(len(fleet.table), dtype=np.float32), "returned an array of float32"),
+    (lambda fleet, cycle: "high", r"returned 'high' \(str\), .*, one for each slot: for example np\.full"),
+    (lambda fleet, cycle: np.array(["high"] * len(fleet.table)), "returned an array of <U4"),
+    (lambda fleet, cycle: np.array([None] * len(fleet.table)), "returned an array of object"),
+    (lambda fleet, cycle: next(SOMETIMES) and "high", r"returned 'high' \(str\)"),
+    (lambda fleet, cycle: np.full(len(fleet.table), 1.5), "scores from 1.5 to 1.5, expected 0 to 1"),
     (lambda fleet, cycle: np.full(len(fleet.table), np.nan), "NaN"),
     (lambda fleet, cycle: GLOBAL.random(len(fleet.table)), "answered differently"),
     (spoil, "changed table.queue"),
@@ -76,8 +82,9 @@ def test_scorers_that_break_the_contract(answer: Callable[..., Any], complaint: 
 @pytest.mark.parametrize(
     ("plugin", "complaint"),
     [
-        (Plugin(lambda fleet, cycle: np.zeros(len(fleet.table))), "dtype float64"),
+        (Plugin(lambda fleet, cycle: np.zeros(len(fleet.table))), "array of float64 .* expected .* array of bool"),
         (Plugin(lambda fleet, cycle: np.ones(2, dtype=bool)), "shape"),
+        (Plugin(lambda fleet, cycle: "yes"), r"returned 'yes' \(str\), .* np\.full\(len\(fleet\.table\), True\)"),
         (Plugin(lambda fleet, cycle: None, stage=None), "stage is None"),
         (Plugin(lambda fleet, cycle: None, name=""), "name is ''"),
     ],
@@ -89,7 +96,15 @@ def test_filters_that_break_the_contract(plugin: Plugin, complaint: str) -> None
 
 @pytest.mark.parametrize(
     ("answer", "complaint"),
-    [(lambda totals: -1, "picked slot -1"), (lambda totals: 0, "filtered out"), (lambda totals: 1000, "slot 1000")],
+    [
+        (lambda totals: -1, "picked slot -1"),
+        (lambda totals: 0, "filtered out"),
+        (lambda totals: 1000, "slot 1000"),
+        (lambda totals: "e0", r"pick returned 'e0' \(str\), expected a slot"),
+        (lambda totals: None, "pick returned None, expected a slot"),
+        (lambda totals: np.flatnonzero(totals == totals.max()), r"returned an array of int64 with shape \(1,\)"),
+        (lambda totals: 0.0, r"returned 0.0 \(float\)"),
+    ],
 )
 def test_pickers_that_break_the_contract(answer: Callable[..., Any], complaint: str) -> None:
     with pytest.raises(AssertionError, match=complaint):
