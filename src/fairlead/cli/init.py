@@ -82,6 +82,7 @@ def init(
         raise ConfigError("endpoints come from the InferencePool: leave out the servers, or --pool", "--pool")
     if not (servers or prefill or pool):
         raise ConfigError("name the model servers, e.g. fairlead init 10.0.0.1:8000, or --pool NAME", "HOST:PORT")
+    _check([*servers, *prefill])
     surveyed = _surveyed([*servers, *prefill], probe)
     published = any(server.kv_events for server in surveyed)
     if kv_events and surveyed and not published:
@@ -101,8 +102,23 @@ def init(
 
 
 def _listed(words: Iterable[str]) -> list[str]:
-    """The addresses in words that have one, or several with commas between them."""
-    return [address for word in words for address in word.replace(",", " ").split()]
+    """The addresses in words that have one, or several with commas between them. From the base URL of a client, such as
+    `http://10.0.0.1:8000/v1`, its address is taken."""
+    addresses = (address for word in words for address in word.replace(",", " ").split())
+    return [re.sub("/(v1/?)?$", "", address.removeprefix("http://")) for address in addresses]
+
+
+def _check(addresses: list[str]) -> None:
+    """Raises `ConfigError` for an address that cannot be used, or is there twice."""
+    from msgspec import structs
+
+    from fairlead.config.endpoint_list import parse_endpoints_text
+    from fairlead.core.errors import ConfigError
+
+    for problem in parse_endpoints_text(dumps(addresses).encode()).problems:
+        number = re.search("[0-9]+", problem.path)
+        argument = addresses[int(number[0])] if number else "HOST:PORT"
+        raise ConfigError(str(structs.replace(problem, path=argument, line=0)))
 
 
 def _interruptible(ask: Callable[[], T]) -> T:
