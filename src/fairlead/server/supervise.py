@@ -170,6 +170,15 @@ def spawn_tied(command: list[str]) -> int:
     return os.posix_spawn(tied[0], tied, os.environ, setsid=True)
 
 
+def reap_adopted() -> None:
+    """Collect ended processes that this one adopted, as process 1 of a container does. Our own children each lead a
+    process session, and who started them collects them."""
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, options)) and os.getsid(ended.si_pid) != ended.si_pid:
+            os.waitpid(ended.si_pid, os.WNOHANG)
+
+
 class Keeper:
     """Keeps one process running. Make this on the event loop, when the first process already runs."""
 
@@ -297,6 +306,7 @@ class Parent:
     def _reap(self) -> None:
         for keeper in self._schedulers:
             keeper.child.reap()
+        reap_adopted()
 
     async def _end_schedulers(self) -> None:
         await asyncio.gather(*(keeper.end(self._ending.at_once) for keeper in self._schedulers))

@@ -1,6 +1,7 @@
 """The parent of the embedded gateway: small, quick to react, and sure of its children's ends."""
 
 import asyncio
+import ctypes
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from fairlead.gateway.envoy.admin import Vitals
 from fairlead.server import supervise
 from fairlead.server.supervise import DRAIN_SECONDS, ENDS, Child, Parent, SchedulerFailed
 
+_PR_SET_CHILD_SUBREAPER = 36
 SOURCES = str(Path(fairlead.__file__).parents[1])
 
 
@@ -50,9 +52,10 @@ class Gateway:
         return Vitals(self.unscheduled, 0.0)
 
 
-def child(code: str) -> int:
+def child(code: str, stdin: int = 0) -> int:
     """The id of a process that runs `code` and is waited for by nobody."""
-    return os.posix_spawn(sys.executable, [sys.executable, "-I", "-S", "-c", code], os.environ)
+    command, inputs = [sys.executable, "-I", "-S", "-c", code], [(os.POSIX_SPAWN_DUP2, stdin, 0)]
+    return os.posix_spawn(sys.executable, command, os.environ, file_actions=inputs, setsid=True)
 
 
 def parent(gateway: Gateway, first: int, again: str = "") -> Parent:
@@ -107,6 +110,33 @@ async def test_a_first_scheduler_that_cannot_start_ends_all_with_its_code(code: 
             await parent(gateway, child(f"raise SystemExit({code})")).run()
     assert failed.value.code == code
     assert 0.0 in gateway.stopped
+
+
+async def test_processes_that_a_dead_scheduler_leaves_are_collected(tmp_path: Path) -> None:
+    """As process 1 of a container, the parent adopts them. Exit codes of its own children are not lost."""
+    left = tmp_path / "left"
+    first = f"import os; pid = os.fork()\nif pid: open({str(left)!r}, 'w').write(str(pid)); os._exit(1)\nos.read(0, 1)"
+    held, release = os.pipe()
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        pid = child(first, held)
+        own = await asyncio.create_subprocess_exec("/bin/sh", "-c", "exit 7", start_new_session=True)
+        made = parent(Gateway(), pid, "import time; time.sleep(60)")
+        running = asyncio.create_task(made.run())
+        async with asyncio.timeout(20):
+            while not left.exists() or not left.read_text():
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0.3)  # the first scheduler ended, and the next one runs
+            os.close(held)
+            os.close(release)  # the process that it left ends
+            while Path("/proc", left.read_text()).exists():
+                await asyncio.sleep(0.005)
+            assert await own.wait() == 7
+            os.kill(os.getpid(), signal.SIGTERM)
+            await running
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("code", [1, 3])
