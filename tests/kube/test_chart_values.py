@@ -208,6 +208,16 @@ def test_leader_election_is_for_several_replicas(helm: Helm, values: str, leads:
         assert not slices and not election.service
 
 
+def test_a_volume_of_one_node_is_given_up_before_the_next_pod_starts(helm: Helm) -> None:
+    volumes = 'inferenceExtension.extraVolumes=[{"name":"journal","persistentVolumeClaim":{"claimName":"journal"}}]'
+    claim = (*LABELS, "--set-json", volumes)
+    recreate = ("--set", "inferenceExtension.strategy.type=Recreate")
+    assert one(helm.render(*LABELS, *recreate), "Deployment")["spec"]["strategy"] == {"type": "Recreate"}
+    assert "inferenceExtension.strategy" in helm.notes(*claim)
+    for values in (LABELS, (*claim, *recreate)):
+        assert "inferenceExtension.strategy" not in helm.notes(*values)
+
+
 def test_the_role_is_as_small_as_what_is_used(helm: Helm) -> None:
     def resources(name: str) -> set[str]:
         return {resource for rule in one(by_name(helm, name), "Role")["rules"] for resource in rule["resources"]}
