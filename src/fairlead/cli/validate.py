@@ -1,13 +1,14 @@
 """`fairlead validate` without its command line."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fairlead.cli.basics import WRONG_INPUT, echo_json, without_collection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from fairlead.config.problems import Place, Problem
     from fairlead.config.schema import Config
@@ -23,7 +24,7 @@ def run_validate(file: Path, as_json: bool, workers: int = 1) -> int:
     if config is not None and workers > 1:
         report.problems += _workers_problems(config, workers, report.line)
     names, wrong = _names(config) if config is not None else ("", [])
-    keys = [*_keys_problems(config), *_certificate_problems(config)] if config is not None else []
+    keys = [*_keys_problems(config), *_file_problems(config)] if config is not None else []
     summary = _summary(config) if config is not None and not (report.problems or keys or wrong) else ""
     if as_json:
         named = [{"message": line} for line in (*wrong, *keys)]
@@ -72,21 +73,53 @@ def _keys_problems(config: "Config") -> list[str]:
     return []
 
 
-def _certificate_problems(config: "Config") -> list[str]:
-    """Certificates that no port could use. Those that this user cannot read are left out: Fairlead may be another."""
+def _file_problems(config: "Config") -> list[str]:
+    """What is wrong in certificates, authorities, tokens and keys. Notes name files that are missing here or that this
+    user cannot read: Fairlead may run elsewhere, or as another user."""
     from fairlead.core.errors import ConfigError
 
     problems = []
-    for where, tls in (("extProc", config.ext_proc.tls), ("admin", config.admin.tls)):
-        if tls is not None:
-            from fairlead.gateway.tls import ServerTls
-
-            try:
-                ServerTls.from_directory(tls.cert_dir)
-            except ConfigError as error:
-                if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError | PermissionError):
-                    problems.append(f"$.{where}.tls.certDir: {error.message}")
+    for place, read in _readers(config):
+        try:
+            read()
+        except (ConfigError, OSError) as error:
+            said = str(error)
+            if not isinstance(error.__context__, FileNotFoundError | NotADirectoryError | PermissionError):
+                problems.append(said if said.startswith("$") else f"{place}: {said}")
     return problems
+
+
+def _readers(config: "Config") -> "Iterator[tuple[str, Callable[[], object]]]":
+    """What reads each file, as `serve` does, with the file's place."""
+    from fairlead.config.checks import sections
+    from fairlead.config.problems import show
+    from fairlead.plugins.params import camel
+
+    jwt, token, curve = config.gateway.jwt, config.gateway.upstream_token_file, config.kv_events.curve
+    if jwt is not None and jwt.jwks_file:
+        from fairlead.gateway.envoy.authentication import read_jwt
+
+        yield "", partial(read_jwt, jwt)
+    if token:
+        from fairlead.server.followed_files import read_upstream_token
+
+        yield "", partial(read_upstream_token, token)
+    if config.admin.token_file:
+        from fairlead.server.admin import admin_access
+
+        yield "", partial(admin_access, (), config.admin.token_file)
+    if curve is not None:
+        from fairlead.pool.kv_events.keys import read_keys
+
+        yield "", partial(read_keys, curve, bool(config.kv_events.bind))
+    for place, section in sections(config):
+        for name, path in section:
+            if path and name in ("cert_dir", "ca_file"):
+                from fairlead.gateway.tls import ServerTls
+                from fairlead.pool.authorities import trusting
+
+                read = ServerTls.from_directory if name == "cert_dir" else trusting
+                yield show((*place, camel(name))), partial(read, path)
 
 
 def _names(config: "Config") -> tuple[str, list[str]]:

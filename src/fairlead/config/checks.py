@@ -1,7 +1,7 @@
 """Checks that involve several fields of a configuration, and values that are derived from other values."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import ip_address
 from operator import itemgetter
 from pathlib import Path
@@ -110,18 +110,30 @@ def located(section: Section, base: Path) -> Any:
     return section.model_copy(update=changes)
 
 
-def note_missing_files(section: Section, report: Report, place: Place = ()) -> None:
-    """Add a note for each file that the section names and this machine does not have."""
+def sections(section: Section, place: Place = ()) -> Iterator[tuple[Place, Section]]:
+    """The section and all sections in it, each with its place."""
+    yield place, section
     for name, value in section:
-        field = type(section).model_fields[name]
-        here = (*place, field.alias or name)
+        here = (*place, type(section).model_fields[name].alias or name)
         nested = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, tuple) else {}
         for key, item in [(here, value), *(((*here, key), item) for key, item in nested.items())]:
             if isinstance(item, Section):
-                note_missing_files(item, report, key)
-        to_read = RELATIVE in field.metadata and CHECKED_ELSEWHERE not in field.metadata
-        if to_read and value and not Path(value).exists():
-            report.note(here, f"there is no {value} on this machine")
+                yield from sections(item, key)
+
+
+def note_missing_files(settings: Settings, report: Report) -> None:
+    """Add a note for each file that the settings name and this machine does not have, or this user cannot read."""
+    for place, section in sections(settings):
+        for name, value in section:
+            field = type(section).model_fields[name]
+            if not value or RELATIVE not in field.metadata or CHECKED_ELSEWHERE in field.metadata:
+                continue
+            pair = [os.path.join(value, file) for file in ("tls.crt", "tls.key")] if name == "cert_dir" else []
+            for file in (value, *pair):
+                if not os.access(file, os.R_OK):
+                    why = f"this user cannot read {file}" if os.path.exists(file) else f"there is no {file}"
+                    report.note((*place, field.alias or name), f"{why} on this machine")
+                    break
 
 
 def _check_ports(settings: Settings, report: Report) -> None:

@@ -1,5 +1,6 @@
 """`fairlead validate`: what it prints, and its exit code."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -186,3 +187,59 @@ def test_a_certificate_that_does_not_fit_its_key_is_named(tmp_path: Path, capsys
     assert validate(file) == 2
     said = capsys.readouterr().out
     assert "$.extProc.tls.certDir: TLS files" in said and "key values mismatch" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "files", "said"),
+    [
+        ("replicas: {via: 'valkeys://h:1/0', certDir: there}", {}, ""),
+        (
+            "replicas: {via: 'valkeys://h:1/0', certDir: there}",
+            {"tls.crt": "x", "tls.key": "x"},
+            "$.replicas.certDir: ",
+        ),
+        ("replicas: {via: 'valkeys://h:1/0', caFile: there/ca}", {"ca": "x"}, "$.replicas.caFile: cannot use"),
+        ("scheduler: {address: 'h:1', tls: {certDir: there}}", {}, ""),
+        (
+            "scheduler: {address: 'h:1', tls: {certDir: there}}",
+            {"tls.crt": "x", "tls.key": "x"},
+            "$.scheduler.tls.certDir: ",
+        ),
+        ("metrics: {tls: {caFile: there/ca}}", {"ca": ""}, "$.metrics.tls.caFile: cannot use"),
+        ("admin: {tokenFile: there/token}", {"token": ""}, "$.admin.tokenFile: "),
+        ("admin: {tokenFile: there}", {}, "$.admin.tokenFile: cannot read"),
+        ("gateway: {upstreamTokenFile: there/token}", {"token": ""}, "$.gateway.upstreamTokenFile: "),
+        ("gateway: {jwt: {issuer: i, jwksFile: there/keys}}", {"keys": "{}"}, "$.gateway.jwt.jwksFile: expected"),
+        (
+            "kvEvents: {port: 5557, curve: {publicKeyFile: there/p, secretKeyFile: there/s, serverKey: k}}",
+            {"p": "x", "s": "x"},
+            "$.kvEvents.curve.publicKeyFile: ",
+        ),
+    ],
+)
+def test_files_that_serve_could_not_use_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, files: dict[str, str], said: str
+) -> None:
+    file, there = tmp_path / "f.yaml", tmp_path / "there"
+    there.mkdir()
+    for name, text in files.items():
+        (there / name).write_text(text)
+    file.write_text(f"endpoints: ['10.0.0.1:1']\n{more}\n")
+    assert validate(file) == (2 if said else 0)
+    out = capsys.readouterr().out
+    assert said in out
+    assert said or f"certDir: there is no {there / 'tls.crt'} on this machine" in out
+    for name in files:
+        (there / name).unlink()
+    assert validate(file) == 0 or not files, "files that are missing may be elsewhere"
+
+
+def test_files_that_this_user_cannot_read_are_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, token = tmp_path / "f.yaml", tmp_path / "token"
+    token.touch()
+    file.write_text("endpoints: ['10.0.0.1:1']\nmetrics: {tokenFile: token}\n")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert validate(file) == 0
+    assert f"$.metrics.tokenFile: this user cannot read {token} on this machine" in capsys.readouterr().out
