@@ -156,6 +156,7 @@ class PoolScheduler:
         self.watch.metrics.families.loop_lag.child().observe(late_s)
         self.watch.tempo.turned(late_s)
         self.host.pulse.beat()
+        self.watch.look()
         self.troubles.look()
         self.maker.history.look(asyncio.get_running_loop().time())
 

@@ -25,6 +25,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import inf
 from queue import SimpleQueue
 from typing import Any, TextIO
 
@@ -93,6 +94,31 @@ class Log:
     def _write(self, level: int, message: str, fields: Mapping[str, object], exc: BaseException | None = None) -> None:
         if self._logger.isEnabledFor(level):
             self._logger.log(level, "%s", message, extra={"fields": fields}, exc_info=exc)
+
+
+class Counted:
+    """A line about something that happens often. It says how often, at most once in `GAP_S` seconds. `now`: returns
+    seconds."""
+
+    GAP_S = 15.0
+
+    def __init__(self, write: Callable[..., None], message: str, now: Callable[[], float]) -> None:
+        """`write`: a method of a `Log`."""
+        self._write, self._message, self._now = write, message, now
+        self._count, self._written_at = 0, -inf
+        self._fields: Mapping[str, object] = {}
+
+    def happened(self, **fields: object) -> None:
+        """Count once. The line has the fields of the last time."""
+        self._count, self._fields = self._count + 1, fields
+        self.look()
+
+    def look(self) -> None:
+        """Write what was not written yet, if it is time. Call this every second or so."""
+        now = self._now()
+        if self._count and now - self._written_at >= self.GAP_S:
+            self._write(self._message, requests=self._count, **self._fields)
+            self._count, self._written_at = 0, now
 
 
 def get(component: str) -> Log:

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from math import inf, isfinite
+from math import isfinite
 from typing import Any
 
 from fairlead.core.demand import DECODE, PREFILL, Demand, Load, MaySplit, Objective, PeersLoad, Totals
@@ -26,7 +26,7 @@ from fairlead.server.observe.component_metrics import (
 from fairlead.server.observe.decisions import DecisionId, RecentDecisions, explained
 from fairlead.server.observe.fleet_gauges import EndpointStatus, FleetStatus
 from fairlead.server.observe.flow_metrics import FlowMetrics
-from fairlead.server.observe.log import get
+from fairlead.server.observe.log import Counted, get
 from fairlead.server.observe.metrics import SchedulerMetrics
 from fairlead.server.observe.recent import Recent
 from fairlead.server.observe.tracing import Tracing
@@ -41,9 +41,8 @@ POOL = "default"
 _BATCH = 64
 #: At most this many ends of requests are kept for percentiles of the last seconds.
 _NEWEST = 2000
-#: Seconds between two log lines about requests that the gateway routed without asking. If no scheduler was asked for a
-#: while, these were all requests.
-_FALLBACK_GAP = 15.0
+#: Lines that count requests.
+_LEFT, _BYPASSED = "clients of waiting requests left", "the gateway routed requests without asking the scheduler"
 
 
 def _part_only(endpoint: Endpoint) -> bool:
@@ -112,7 +111,7 @@ class Watch:
         #: Records that wait to be counted. Each decision comes with the seconds that it took.
         self._decisions: list[tuple[DecisionRecord, float]] = []
         self._outcomes: list[OutcomeRecord] = []
-        self._unscheduled, self._unscheduled_logged_at = 0, -inf
+        self._left, self._bypassed = Counted(log.info, _LEFT, now), Counted(log.warning, _BYPASSED, now)
         #: The newest ends of requests.
         self.newest: deque[OutcomeRecord] = deque(maxlen=_NEWEST)
         #: Endpoint id → why its load cannot be read.
@@ -147,7 +146,7 @@ class Watch:
                 fields = {"priority": request.priority, "decision": decision}
                 fields |= {name: text for name, text in whose.items() if text}
                 if record.outcome == LEFT.reason:  # nobody receives the status
-                    log.info("the client of a waiting request left", reason=record.outcome, **fields)
+                    self._left.happened(**fields)
                 else:
                     log.warning("a request was refused", reason=record.outcome, status=record.status, **fields)
         elif len(self._decisions) >= _BATCH:
@@ -416,15 +415,13 @@ class Watch:
         if not self._counts_log:
             return
         self.metrics.on_fallback(address)
-        self._unscheduled += 1
-        now = self._now()
-        if now - self._unscheduled_logged_at >= _FALLBACK_GAP:
-            self._unscheduled_logged_at = now
-            # The endpoint is not in the field `endpoint`: repeated lines are limited per endpoint (see `log`).
-            log.warning(
-                "the gateway routed requests without asking the scheduler", requests=self._unscheduled, last=address
-            )
-            self._unscheduled = 0
+        # The endpoint is not in the field `endpoint`: repeated lines are limited per endpoint (see `log`).
+        self._bypassed.happened(last=address)
+
+    def look(self) -> None:
+        """Log what is counted before it is logged. Call this every second or so."""
+        self._bypassed.look()
+        self._left.look()
 
     def on_upload_ended(self, client: str, received: int, reason: str) -> None:
         """Count an upload of `client` that the gateway ended after `received` bytes."""

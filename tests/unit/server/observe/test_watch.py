@@ -137,7 +137,23 @@ def test_fallback_traffic_is_told_in_few_lines_that_count(caplog):
         for i in range(3000):
             now[0] = 100.0 + i * 0.01
             watch.on_fallback(f"10.0.0.{i % 9}:80", 200)
-    assert [record.fields["requests"] for record in caplog.records] == [1, 1500]
+            watch.look()
+        now[0] += 15.0
+        watch.look()  # no further request tells of the last ones
+        watch.look()
+    assert [record.fields["requests"] for record in caplog.records] == [1, 1500, 1499]
+
+
+def test_clients_that_leave_the_queue_are_told_in_few_lines_that_count(caplog):
+    now = [100.0]
+    watch = Watch(Fleet(), lambda: now[0])
+    left = decided(endpoint="", address="", outcome="rejected-context-cancelled", status=503)
+    with caplog.at_level("INFO", "fairlead"):
+        for _ in range(749):
+            watch.on_decision(left, 1e-4)
+        now[0] += 15.0
+        watch.look()
+    assert [record.fields["requests"] for record in caplog.records] == [1, 748]
 
 
 def test_endpoints_show_what_was_scraped_and_how_old_it_is():
