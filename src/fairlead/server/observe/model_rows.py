@@ -135,6 +135,7 @@ def models_out(table: EndpointTable, out: Collection[str], any_role: bool = Fals
     """Return the models and adapters of endpoints that no endpoint can answer which is not `out` (ids). `any_role`:
     endpoints that only prefill answer too."""
     bases, answered, usable, any_adapter = set[str](), set[str](), set[int](), False
+    lists: list[Collection[str]] = []
     for slot, endpoint in table.slots():
         own = {*table.base_names(slot, endpoint)}
         bases |= own
@@ -144,9 +145,13 @@ def models_out(table: EndpointTable, out: Collection[str], any_role: bool = Fals
             usable.add(slot)
             answered |= own | endpoint.promised
             any_adapter = any_adapter or table.listed[slot] is None
-    # Thousands of endpoints may list thousands of adapters each, so their lists are not read one by one.
+        else:
+            lists.append(table.listed[slot] or ())
+    # Thousands of endpoints may list thousands of adapters each, the same ones or others. Only those in the lists of
+    # endpoints that cannot answer may be out; where these lists are longer than that of all names, it is read.
+    listed = set[str]().union(*lists) if sum(map(len, lists)) < len(table.listed_names) else table.listed_names
     any_adapter = any_adapter or ON_DEMAND in answered or not usable.isdisjoint(table.listing(ON_DEMAND))
-    names = bases if any_adapter else bases.union(table.listed_names)
+    names = bases if any_adapter else bases.union(listed)
     return {name for name in names if usable.isdisjoint(table.listing(name))} - answered - {""}
 
 

@@ -18,8 +18,23 @@ from fairlead.core.stalls import FORGOTTEN_S, OUT_OF_USE, SUSPECT, TRIED, WELL
 from fairlead.core.table import ON_DEMAND
 from fairlead.plugins.flow_control import Fcfs
 from fairlead.server.observe.history import HISTORY, POINT, History, Out
+from fairlead.server.observe.model_rows import models_out
 from fairlead.server.observe.snapshot_shape import HANGS
 from fairlead.server.observe.watch import Watch
+
+
+def test_adapters_of_endpoints_in_use_are_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of endpoints may have hundreds of adapters each, and any may change at any time."""
+    table = Fleet().table
+    for number in range(20):
+        slot = table.add(Endpoint(f"e{number}", f"10.0.0.{number}:80", {"model-id": "m"}))
+        table.set_listed(slot, frozenset(f"{number}-{each}" for each in range(20)))
+    looked_up: list[str] = []
+    known = table.listing
+    monkeypatch.setattr(table, "listing", lambda name: looked_up.append(name) or known(name))
+    assert models_out(table, ()) == set()
+    assert models_out(table, {"e7"}) == {f"7-{each}" for each in range(20)}
+    assert len(looked_up) < 30
 
 
 class Pool:
