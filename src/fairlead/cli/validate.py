@@ -83,14 +83,15 @@ def _file_problems(config: "Config") -> list[str]:
         try:
             read()
         except (ConfigError, OSError) as error:
-            said = str(error)
-            if not isinstance(error.__context__, FileNotFoundError | NotADirectoryError | PermissionError):
-                problems.append(said if said.startswith("$") else f"{place}: {said}")
+            if isinstance(error.__context__, FileNotFoundError | NotADirectoryError | PermissionError):
+                continue
+            path, said = (error.path, error.message) if isinstance(error, ConfigError) else ("", str(error))
+            problems.append(f"{place or path}: {said}")
     return problems
 
 
 def _readers(config: "Config") -> "Iterator[tuple[str, Callable[[], object]]]":
-    """What reads each file, as `serve` does, with the file's place."""
+    """What reads each file, as `serve` does, with the file's place; empty = its errors have it."""
     from fairlead.config.checks import sections
     from fairlead.config.problems import show
     from fairlead.plugins.params import camel
@@ -112,6 +113,10 @@ def _readers(config: "Config") -> "Iterator[tuple[str, Callable[[], object]]]":
         from fairlead.pool.kv_events.keys import read_keys
 
         yield "", partial(read_keys, curve, bool(config.kv_events.bind))
+    if config.kubernetes.kubeconfig:
+        from fairlead.pool.kube.auth import read_kubeconfig
+
+        yield "", partial(read_kubeconfig, Path(config.kubernetes.kubeconfig), config.kubernetes.context)
     for place, section in sections(config):
         for name, path in section:
             if path and name in ("cert_dir", "ca_file"):

@@ -209,6 +209,11 @@ def test_a_certificate_that_does_not_fit_its_key_is_named(tmp_path: Path, capsys
         ("admin: {tokenFile: there/token}", {"token": ""}, "$.admin.tokenFile: "),
         ("admin: {tokenFile: there}", {}, "$.admin.tokenFile: cannot read"),
         ("gateway: {upstreamTokenFile: there/token}", {"token": ""}, "$.gateway.upstreamTokenFile: "),
+        (
+            "kubernetes: {pool: p, kubeconfig: there/k}",
+            {"k": "x"},
+            "$.kubernetes.kubeconfig: not a kubeconfig",
+        ),
         ("gateway: {jwt: {issuer: i, jwksFile: there/keys}}", {"keys": "{}"}, "$.gateway.jwt.jwksFile: expected"),
         (
             "kvEvents: {port: 5557, curve: {publicKeyFile: there/p, secretKeyFile: there/s, serverKey: k}}",
@@ -224,7 +229,8 @@ def test_files_that_serve_could_not_use_are_named(
     there.mkdir()
     for name, text in files.items():
         (there / name).write_text(text)
-    file.write_text(f"endpoints: ['10.0.0.1:1']\n{more}\n")
+    endpoints = "" if "kubernetes" in more else "endpoints: ['10.0.0.1:1']\n"
+    file.write_text(f"{endpoints}{more}\n")
     assert validate(file) == (2 if said else 0)
     out = capsys.readouterr().out
     assert said in out
