@@ -117,12 +117,12 @@ def problems(source: Path | str, *, need_endpoints: bool = True, registry: Regis
     return _read(source, need_endpoints, registry)[1].problems
 
 
-def examine(source: Path, registry: Registry | None = None) -> tuple[Config | None, Report]:
+def examine(source: Path) -> tuple[Config | None, Report]:
     """Like `load`, but plugins are also built and an endpoints file is read, and their problems are in the report.
 
     A configuration of the reference picker need not name endpoints, because it usually takes them from Kubernetes.
     """
-    return _read(source, True, registry, thorough=True)
+    return _read(source, True, None, thorough=True)
 
 
 def _read(

@@ -51,9 +51,9 @@ def beside(config: Config) -> tuple[str, ...]:
     return tuple(causes)
 
 
-def restore(recorded: Any, registry: Registry | None = None) -> Config:
+def restore(recorded: Any) -> Config:
     """A configuration with this scheduling part and no endpoints. Raises `ConfigError` or `PluginError`."""
-    registry = registry or Registry()
+    registry = Registry()
     base = load("policy: default\n", need_endpoints=False)
     try:
         flow = recorded["flow_control"]

@@ -277,7 +277,6 @@ class Elector:
         rng: Random,
         *,
         on_trouble: Callable[[str], object] = lambda trouble: None,
-        wall: Callable[[], float] = time.time,
     ) -> None:
         self.leading = False
         self.holder = ""
@@ -288,7 +287,6 @@ class Elector:
         self._changed = changed
         self._rng = rng
         self._on_trouble = on_trouble
-        self._wall = wall
         self._resource = Resource(GROUP, VERSION, "leases", settings.namespace)
         self._sight: Sight | None = None
         self._woken = asyncio.Event()
@@ -328,7 +326,7 @@ class Elector:
             if sight is None or sight.lease is None or sight.lease.holder != self._settings.identity:
                 return
             try:
-                await self._put(released(sight.lease, self._wall()))
+                await self._put(released(sight.lease, time.time()))
                 return
             except (KubeError, Unreachable) as error:
                 if not isinstance(error, KubeError) or error.code != _CONFLICT:
@@ -376,7 +374,7 @@ class Elector:
         asked = loop.time()
         pause = settings.retry_s * self._rng.uniform(0.8, 1.0)
         try:
-            await self._put(claimed(lease, settings.identity, settings.duration_s, self._wall(), settings.address))
+            await self._put(claimed(lease, settings.identity, settings.duration_s, time.time(), settings.address))
         except KubeError as error:
             if error.code in (_CONFLICT, _NOT_FOUND) and await self._look():
                 return 0.0 if self.leading else self._rng.uniform(0.0, 0.05)

@@ -121,18 +121,11 @@ class StatusWriter:
     """Writes conditions. `want(...)` replaces all desired conditions. `may_write`: whether this replica leads. `await
     run()` never returns."""
 
-    def __init__(
-        self,
-        client: KubeClient,
-        may_write: Callable[[], bool],
-        on_trouble: Callable[[str], object],
-        wall: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, client: KubeClient, may_write: Callable[[], bool], on_trouble: Callable[[str], object]) -> None:
         self.writes = 0
         self._client = client
         self._may_write = may_write
         self._on_trouble = on_trouble
-        self._wall = wall
         self._desired: dict[Target, DesiredCondition] = {}
         #: By object: writes within the window, start of the window, and when the object may be written again.
         self._pace: dict[Target, tuple[int, float, float]] = {}
@@ -180,7 +173,7 @@ class StatusWriter:
         """Write a condition. Return what went wrong (empty = nothing), and for how many seconds to leave the object at
         least. Raises `Unreachable`."""
         resource, name = target
-        body = status_patch(desired.condition, desired.item, self._wall())
+        body = status_patch(desired.condition, desired.item, time.time())
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         try:
             answer = await self._client.patch(resource, name, body, query)

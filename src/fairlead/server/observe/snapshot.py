@@ -71,7 +71,7 @@ def endpoint_rows(
                 age_s=round(age_s, 2) if isfinite(age_s) else None,
                 waiting=sample.waiting if sample else None,
                 running=sample.running if sample else None,
-                kv=_rounded(sample.kv_usage if sample and fresh else kv[slot], 4),
+                kv=_rounded(sample.kv_usage if sample and fresh else kv[slot]),
                 queue=queue[slot],
                 active=active[slot],
                 leases=int(leases[slot]),
@@ -85,7 +85,7 @@ def endpoint_rows(
                 inside=_share(sums.inside, sums.judged),
                 failed=int(sums.failed),
                 source=source,
-                trust=_rounded(trust, 4),
+                trust=_rounded(trust),
             )
         )
     return rows
@@ -237,8 +237,8 @@ def _left(seconds: float) -> float:
     return round(max(seconds, 0.0), 2) if isfinite(seconds) else 0.0
 
 
-def _rounded(value: float | None, digits: int) -> float | None:
-    return None if value is None else round(value, digits)
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
 
 
 # A search over the decisions that the journal still holds, by what people know of a request.
