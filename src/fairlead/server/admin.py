@@ -25,11 +25,11 @@ from aiohttp.typedefs import Handler
 from msgspec import Struct, field
 
 from fairlead.core.errors import ADMIN_PORT
-from fairlead.gateway.accept import OPENMETRICS_TYPE, TEXT_TYPE, wants_openmetrics
 from fairlead.gateway.tls import ServerTls
 from fairlead.server import openapi
 from fairlead.server.dashboard import Dashboard
 from fairlead.server.http_port import Access, HttpPort, OnError, Tokens, healthz, readiness, reported, send
+from fairlead.server.observe.exposition import OPENMETRICS_TYPE, TEXT_TYPE, wants_openmetrics
 from fairlead.server.observe.snapshot import SnapshotMaker
 
 #: The most decisions that one request gets.

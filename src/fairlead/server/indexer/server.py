@@ -25,11 +25,11 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from fairlead.gateway.accept import TEXT_TYPE
 from fairlead.pool.aio import in_turns, read_at_most
 from fairlead.server.http_port import HttpPort, healthz, readiness, send
 from fairlead.server.indexer.service import IndexService
 from fairlead.server.indexer.wire import JSON, MSGPACK, QueryError, read_query, write
+from fairlead.server.observe.exposition import TEXT_TYPE
 
 MAX_QUERY, MAX_SNAPSHOT = 8 << 20, 1 << 30
 SHARED_S, STALL_S, ASK_S = 60.0, 10.0, 30.0

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairlead.gateway.accept import wants_openmetrics
+from fairlead.server.observe.exposition import wants_openmetrics
 
 #: What Prometheus 2.42 sends.
 PROMETHEUS = (
