@@ -136,8 +136,7 @@ def _simulated(run: "Run", policy: str, load: float, servers: int, preset: str, 
     from fairlead.compat.recorded import restore, with_policy
     from fairlead.lab.engine.presets import DEFAULT_PRESET
     from fairlead.lab.engine.presets import preset as find_preset
-    from fairlead.lab.simulator.capture import capture
-    from fairlead.lab.simulator.pool import mixed
+    from fairlead.lab.simulator.capture import capture, mixed
     from fairlead.lab.simulator.run import config_from, policy_text
     from fairlead.lab.simulator.scenarios import cut
     from fairlead.lab.simulator.simulation import Simulation

@@ -179,9 +179,8 @@ def _plan(
     """Search for the least number of replicas, print it, and write the report. `search`: arguments of
     `lab.simulator.plan.plan`."""
     from fairlead.lab.simulator import plan_report
-    from fairlead.lab.simulator.plan import in_processes
+    from fairlead.lab.simulator.plan import impossible, in_processes
     from fairlead.lab.simulator.plan import plan as find
-    from fairlead.lab.simulator.plan_bounds import impossible
 
     wanted, scenario = case.wanted, case.scenario
     reason = impossible(scenario, wanted)

@@ -19,9 +19,8 @@ from fairlead.core.records import Snapshot
 from fairlead.core.snapshot import column
 from fairlead.lab.engine.presets import Preset
 from fairlead.lab.engine.spec import LatencyModel
-from fairlead.lab.simulator.capture import capture
+from fairlead.lab.simulator.capture import Pool, capture, mixed
 from fairlead.lab.simulator.journal import JournalError, Run
-from fairlead.lab.simulator.pool import Pool, mixed
 from fairlead.lab.simulator.simulation import Simulation
 from fairlead.lab.simulator.world import MAX_MODEL_LEN, Replica, Scenario, replicas
 from fairlead.lab.workload.record import Record, Workload

@@ -11,8 +11,7 @@ from msgspec import structs
 from fairlead.core.request import Request
 from fairlead.lab.simulator.build import ScenarioSpec, build
 from fairlead.lab.simulator.objective import decided_after_s, goodput, hopeless, objectives
-from fairlead.lab.simulator.plan import Case, Trial, Tried, attempt, least, plan, settle, sized
-from fairlead.lab.simulator.plan_bounds import first_guess, impossible
+from fairlead.lab.simulator.plan import Case, Trial, Tried, attempt, first_guess, impossible, least, plan, settle, sized
 from fairlead.lab.simulator.plan_report import document, lines, print_plan, write_plan
 from fairlead.lab.simulator.simulation import NOT_OVER
 from fairlead.lab.simulator.world import Job

@@ -2,7 +2,7 @@
 
 from fairlead.core.endpoint import ADAPTERS_LABEL, ROLE_LABEL, Endpoint, Sample
 from fairlead.core.events import AdaptersListed, EndpointDown, EndpointUp, MetricsSampled
-from fairlead.lab.simulator.pool import Pool, mixed
+from fairlead.lab.simulator.capture import Pool, mixed
 from fairlead.lab.simulator.world import replicas
 from fairlead.server.journal.records import Segment
 
