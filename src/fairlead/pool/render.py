@@ -35,7 +35,7 @@ from fairlead.apis.tokens.chats import GenerateFields
 from fairlead.apis.tokens.pieces import API, ENGINE, FIELDS, MEDIA, TOO_LONG, UNREAD, absent, packed
 from fairlead.core import apis
 from fairlead.pool.aio import read_at_most
-from fairlead.pool.scrape import NO_TOKEN, TokenFile
+from fairlead.pool.scrape import NO_TOKEN, LazySession, TokenFile
 
 CONCURRENCY = 32
 FAILURES, PAUSE = 3, 5.0
@@ -119,7 +119,8 @@ class RenderClient:
         self._timeout_s = timeout_s
         self._now = now
         self._concurrency = concurrency
-        self._session: aiohttp.ClientSession | None = None
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        self._session = LazySession(headers, limit=concurrency, keepalive_timeout=30)
         self._engines: dict[str, _Engine] = {}
         #: Requests in flight.
         self.rendering = 0
@@ -158,9 +159,7 @@ class RenderClient:
         return tuple(self._engines)
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._session.close()
 
     def _engine(self, url: str) -> _Engine:
         engine = self._engines.pop(url, None) or _Engine()
@@ -189,20 +188,10 @@ class RenderClient:
         return _tokenized(status, answer, body)
 
     async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
-        session = self._session or self._open()
         headers = await self._token.headers()
-        async with session.post(url, data=body, headers=headers, allow_redirects=False) as response:
+        async with self._session.open().post(url, data=body, headers=headers, allow_redirects=False) as response:
             large = _NoAnswer(f"an answer of more than {MAX_ANSWER} bytes")
             return response.status, await read_at_most(response.content, MAX_ANSWER, large)
-
-    def _open(self) -> aiohttp.ClientSession:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self._concurrency, keepalive_timeout=30),
-            headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
-            timeout=aiohttp.ClientTimeout(),
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
-        return self._session
 
 
 def _is_of_model(answer: bytes) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from itertools import count
 from math import floor
 from time import thread_time
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 import aiohttp
@@ -201,14 +202,38 @@ class TokenFile:
 NO_TOKEN = TokenFile("")
 
 
+class LazySession:
+    """An aiohttp session that is opened on first use. It keeps no cookies and sets no timeouts: callers set their own.
+    `connector`: arguments of `aiohttp.TCPConnector`."""
+
+    def __init__(self, headers: Mapping[str, str], **connector: Any) -> None:
+        self._headers, self._connector = headers, connector
+        self._session: aiohttp.ClientSession | None = None
+
+    def open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(**self._connector),
+                headers=self._headers,
+                timeout=aiohttp.ClientTimeout(),
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        return self._session
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+
 class SecureFetcher:
     """Fetches pages with one aiohttp session for all endpoints. `keep`: keep connections open between fetches."""
 
     def __init__(self, options: ScrapeOptions, accept: str = "text/plain", keep: bool = True) -> None:
         self._options = options
-        self._accept = accept
-        self._keep = keep
-        self._session: aiohttp.ClientSession | None = None
+        agent = {"User-Agent": USER_AGENT, "Accept": accept, "Accept-Encoding": "identity"}
+        kept = 30 if keep else None
+        self._session = LazySession(agent, limit=0, limit_per_host=1, keepalive_timeout=kept, force_close=not keep)
         self._authorities: FollowedAuthorities | None = None  # `None` = the system's
         self._token = TokenFile(options.token_file)
 
@@ -221,11 +246,11 @@ class SecureFetcher:
         except OSError as error:
             raise ScrapeError(f"{type(error).__name__}: {error}") from error
         try:
-            session = self._session or self._open()
             trusted: ssl.SSLContext | bool = self._options.verify
-            if self._authorities is not None:
+            if trusted and self._options.ca_file:
+                self._authorities = self._authorities or FollowedAuthorities(self._options.ca_file)
                 trusted = await self._authorities.context()
-            async with session.get(url, headers=headers, ssl=trusted, allow_redirects=False) as response:
+            async with self._session.open().get(url, headers=headers, ssl=trusted, allow_redirects=False) as response:
                 if response.status != 200:
                     raise ScrapeError(f"status {response.status}", answers(response.status))
                 most = self._options.max_page
@@ -235,20 +260,7 @@ class SecureFetcher:
             raise ScrapeError(f"{type(error).__name__}: {error}") from error
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
-
-    def _open(self) -> aiohttp.ClientSession:
-        if self._options.verify and self._options.ca_file:
-            self._authorities = FollowedAuthorities(self._options.ca_file)
-        kept = 30 if self._keep else None
-        connector = aiohttp.TCPConnector(limit=0, limit_per_host=1, keepalive_timeout=kept, force_close=not self._keep)
-        agent = {"User-Agent": USER_AGENT, "Accept": self._accept, "Accept-Encoding": "identity"}
-        self._session = aiohttp.ClientSession(
-            connector=connector, headers=agent, timeout=aiohttp.ClientTimeout(), cookie_jar=aiohttp.DummyCookieJar()
-        )
-        return self._session
+        await self._session.close()
 
 
 # Rules of the scraper

@@ -27,7 +27,7 @@ from fairlead.core.instructions import Reject, Route, WarmUp
 from fairlead.core.request import Request
 from fairlead.gateway.understand import Head, Reading, Understanding
 from fairlead.pool.aio import cancelled
-from fairlead.pool.scrape import TokenFile
+from fairlead.pool.scrape import LazySession, TokenFile
 from fairlead.server.observe.component_metrics import WarmingCounts
 from fairlead.server.observe.log import get
 
@@ -99,7 +99,7 @@ class Warming:
         self._now = asyncio.get_running_loop().time
         self.counts = WarmingCounts(understanding.beginnings)
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._session: aiohttp.ClientSession | None = None
+        self._session = LazySession({"Content-Type": "application/json", "Accept-Encoding": "identity"})
 
     def warm(self, asked: WarmUp) -> None:
         """Start warming an endpoint. If it is already being warmed, start over, because it has lost its cache."""
@@ -115,8 +115,7 @@ class Warming:
 
     async def close(self) -> None:
         await cancelled(*self._tasks.values())
-        if self._session is not None:
-            await self._session.close()
+        await self._session.close()
 
     def _done(self, endpoint_id: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(endpoint_id) is task:
@@ -183,7 +182,7 @@ class Warming:
             client.send(asyncio.current_task())
             own = await self._token.headers()
             began = self._now()
-            post = self._http().post(url, data=body, headers=own, allow_redirects=False)
+            post = self._session.open().post(url, data=body, headers=own, allow_redirects=False)
             async with asyncio.timeout(TIMEOUT_S), post as answer:
                 await answer.content.readany()
                 self._feed(FirstTokenSeen(request.id))
@@ -200,12 +199,3 @@ class Warming:
         finally:
             client.send(None)
             self._feed(end)
-
-    def _http(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
-                timeout=aiohttp.ClientTimeout(),
-                cookie_jar=aiohttp.DummyCookieJar(),
-            )
-        return self._session
