@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,13 +20,17 @@ def start(tmp_path: Path, stack: list[subprocess.Popen[bytes]], *command: str) -
         stack.append(subprocess.Popen([sys.executable, *command], cwd=tmp_path, stdout=log, stderr=log))
 
 
-@pytest.fixture
-def scheduler(tmp_path: Path) -> Iterator[str]:
-    """Address of a scheduler with one worker."""
+@pytest.fixture(autouse=True)
+def dask() -> None:
     if find_spec("distributed") is None:
         if os.environ.get("FAIRLEAD_REQUIRE_ALL"):
             pytest.fail("distributed is not installed")
         pytest.skip("distributed is not installed: pip install 'fairlead[cluster]'")
+
+
+@pytest.fixture
+def scheduler(dask: None, tmp_path: Path) -> Iterator[str]:
+    """Address of a scheduler with one worker."""
     children: list[subprocess.Popen[bytes]] = []
     file = tmp_path / "scheduler.json"
     arguments = ("--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--scheduler-file", str(file))
@@ -57,9 +62,10 @@ def compare(out: Path, *more: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_a_cluster_finds_what_one_machine_finds(scheduler: str, tmp_path: Path) -> None:
-    there = compare(tmp_path / "there", "--cluster", scheduler)
-    assert there.returncode == 0, there.stderr
-    here = compare(tmp_path / "here")
+    with ThreadPoolExecutor() as pool:
+        there = pool.submit(compare, tmp_path / "there", "--cluster", scheduler)
+        here = compare(tmp_path / "here")
+    assert there.result().returncode == 0, there.result().stderr
     assert here.returncode == 0, here.stderr
     found = [json.loads((tmp_path / name / "results.json").read_bytes())["cells"] for name in ("there", "here")]
     hashes = [[cell["figures"]["decision_hash"] for cell in cells] for cells in found]
@@ -69,7 +75,7 @@ def test_a_cluster_finds_what_one_machine_finds(scheduler: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_cluster_that_is_not_there_is_one_line(scheduler: str, tmp_path: Path) -> None:
+def test_a_cluster_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     done = compare(tmp_path / "out", "--cluster", "tcp://127.0.0.1:1")
     assert done.returncode == 2
     assert "no Dask scheduler answers at tcp://127.0.0.1:1" in done.stderr
