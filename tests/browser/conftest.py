@@ -1,14 +1,14 @@
 """Fixtures for tests with a real browser."""
 
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-from br_chromium import Browser, require_chromium
+from br_chromium import Browser, Chromium, require_chromium
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -18,10 +18,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.browser)
 
 
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    """A headless Chromium."""
+    made = Chromium(require_chromium(), tmp_path_factory.mktemp("chromium"))
+    try:
+        yield made.start()
+    finally:
+        made.end()
+
+
 @pytest.fixture
-async def browser(tmp_path: Path) -> AsyncIterator[Browser]:
-    """A headless Chromium with a profile of its own."""
-    async with Browser(require_chromium(), tmp_path / "profile") as made:
+async def browser(chromium: Chromium) -> AsyncIterator[Browser]:
+    """It, with a profile of the test's own."""
+    async with Browser(chromium) as made:
         yield made
 
 

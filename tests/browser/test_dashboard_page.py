@@ -31,8 +31,8 @@ CLIENTS = 8
 class Run:
     """The product with clients that ask until they are told to stop."""
 
-    def __init__(self, ports: list[int], stubs: list[Child]) -> None:
-        self._stubs = stubs
+    def __init__(self, ports: list[int], stub: Child) -> None:
+        self._stub = stub
         self.gateway, self.admin = (f"http://127.0.0.1:{port}" for port in (ports[0], ports[2]))
         self._clients: list[asyncio.Task[None]] = []
 
@@ -48,8 +48,7 @@ class Run:
 
     async def outage(self) -> None:
         """Every model server dies, and clients go on asking."""
-        for stub in self._stubs:
-            os.kill(stub.pid, signal.SIGTERM)
+        os.kill(self._stub.pid, signal.SIGTERM)
         while True:
             async with self._session.post(
                 f"{self.gateway}/v1/completions", json={"model": MODEL, "prompt": "x"}
@@ -117,14 +116,12 @@ async def run(tmp_path: Path) -> AsyncIterator[Run]:
         )
     )
     async with contextlib.AsyncExitStack() as stack:
-        stubs = []
-        for port in ports[3:]:
-            stub = Child("stub", f"--port={port}", "--engine=llama-8b-h100", "--time-ratio=4", "--stream-interval=4")
-            await stack.enter_async_context(stub)
-            stubs.append(stub)
-            await stub.ready(f"http://127.0.0.1:{port}/health")
+        engine = ("--engine=llama-8b-h100", "--time-ratio=4", "--stream-interval=4")
+        stub = Child("stub", f"--port={ports[3]}", f"--replicas={REPLICAS}", *engine)
+        await stack.enter_async_context(stub)
+        await stub.ready(f"http://127.0.0.1:{ports[-1]}/health")
         serve = await stack.enter_async_context(Child("serve", str(config)))
-        made = Run(ports, stubs)
+        made = Run(ports, stub)
         await serve.ready(f"{made.admin}/readyz")
         session = await stack.enter_async_context(aiohttp.ClientSession())
         made.begin(session)

@@ -186,8 +186,8 @@ async def test_pools_come_and_go_in_one_process(
             await pod.stop()
 
 
-#: Seconds for which the schedulers' API server is away.
-AWAY_S = 10.0
+#: Seconds for which the schedulers' API server is away: longer than the lease.
+AWAY_S = 6.0
 OUTAGE_IPS = {"a": "10.244.0.7", "b": "10.244.0.8"}
 
 

@@ -18,7 +18,8 @@ axe.run(document, {resultTypes: ["violations"], runOnly: ["wcag2a", "wcag2aa", "
 
 async def accessible(page: Page, axe: str) -> None:
     """axe finds nothing at all."""
-    await page.run(f"{axe}; true")
+    if await page.run("typeof window.axe === 'undefined'"):
+        await page.run(f"{axe}; true")
     found = await page.run(_AXE)
     assert not found, "\n".join(found)
 

@@ -33,28 +33,17 @@ def require_chromium() -> str:
     pytest.skip(text)
 
 
-class Browser:
-    """`async with Browser(path, folder)`, then `page(url)`."""
+class Chromium:
+    """The process, which several tests may share: each `Browser` has a profile of its own."""
 
     def __init__(self, path: str, folder: Path) -> None:
         self._path = path
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
+        #: `HOST:PORT` of the DevTools protocol.
+        self.address = ""
 
-    async def __aenter__(self) -> Self:
-        self._start()
-        process = self._process
-        assert process is not None
-        told = self._folder / "DevToolsActivePort"
-        until = time.monotonic() + _START_SECONDS
-        while not (told.is_file() and told.read_text().count("\n")):
-            assert process.poll() is None and time.monotonic() < until, "Chromium does not start"
-            await asyncio.sleep(0.05)
-        self._at = f"http://127.0.0.1:{told.read_text().splitlines()[0]}"
-        self._session = aiohttp.ClientSession()
-        return self
-
-    def _start(self) -> None:
+    def start(self) -> Self:
         self._process = subprocess.Popen(
             [
                 self._path, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
@@ -64,25 +53,51 @@ class Browser:
             ],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
+        told = self._folder / "DevToolsActivePort"
+        until = time.monotonic() + _START_SECONDS
+        while not (told.is_file() and told.read_text().count("\n")):
+            assert self._process.poll() is None and time.monotonic() < until, "Chromium does not start"
+            time.sleep(0.05)
+        self.address = f"127.0.0.1:{told.read_text().splitlines()[0]}"
+        return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._session.close()
-        assert self._process is not None
+    def end(self) -> None:
+        if self._process is None:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGTERM)
         try:
-            await asyncio.to_thread(self._process.wait, 15)
+            self._process.wait(15)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
+
+class Browser:
+    """`async with Browser(chromium)`, then `page(url)`. Its tabs know nothing of another one's, and end with it."""
+
+    def __init__(self, chromium: Chromium) -> None:
+        self._at = chromium.address
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession()
+        async with self._session.get(f"http://{self._at}/json/version") as answer:
+            url = json.loads(await answer.text())["webSocketDebuggerUrl"]
+        self._whole = Page(await self._session.ws_connect(url, max_msg_size=0))
+        self._profile = (await self._whole.call("Target.createBrowserContext"))["browserContextId"]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._whole.call("Target.disposeBrowserContext", browserContextId=self._profile)
+        await self._whole.disconnect()
+        await self._session.close()
+
     async def page(self, url: str, width: int = 1400, height: int = 1000, dark: bool = False) -> "Page":
         """Open `url` in a tab of its own, at that size."""
-        async with self._session.put(f"{self._at}/json/new?about:blank") as answer:
-            target = json.loads(await answer.text())
-        socket = await self._session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0)
+        target = await self._whole.call("Target.createTarget", url="about:blank", browserContextId=self._profile)
+        socket = await self._session.ws_connect(f"ws://{self._at}/devtools/page/{target['targetId']}", max_msg_size=0)
         page = Page(socket)
         for domain in ("Page", "Runtime", "Log", "Network"):
             await page.call(f"{domain}.enable")
@@ -112,6 +127,9 @@ class Page:
     async def close(self) -> None:
         with contextlib.suppress(AssertionError, TimeoutError):
             await self.call("Page.close")
+        await self.disconnect()
+
+    async def disconnect(self) -> None:
         await self._socket.close()
         await self._reader
 
