@@ -107,7 +107,7 @@ async def test_a_leader_that_is_told_to_stop_loses_no_request(world: World) -> N
     print(
         f"the standby was ready {took * 1000:.0f} ms after SIGTERM; {traffic.total} requests: {dict(traffic.statuses)}"
     )
-    assert took < 1.0
+    assert took < DURATION_S / 2, "long before the lease runs out"
     assert set(traffic.statuses) == {200}, (traffic.statuses, traffic.answers[:3])
     lease = await world.lease()
     assert lease["leaseTransitions"] == 1

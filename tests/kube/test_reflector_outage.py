@@ -10,13 +10,13 @@ from kr_cluster import Cluster
 
 from fairlead.pool.kube import client
 
-COUNT = 30
+COUNT, FEW = 30, 5
 
 
-async def filled(cluster: Cluster, namespace: str) -> None:
+async def filled(cluster: Cluster, namespace: str, count: int = FEW) -> None:
     await asyncio.to_thread(cluster.namespace, namespace)
     await asyncio.to_thread(cluster.admin.apply, pool(), namespace)
-    for i in range(COUNT):
+    for i in range(count):
         await asyncio.to_thread(cluster.pod, namespace, f"p{i:02d}", f"10.1.0.{i + 1}", labels={"app": "vllm"})
 
 
@@ -26,7 +26,7 @@ async def test_pods_deleted_behind_a_killed_api_server_and_a_compacted_etcd(
     """etcd must outlive the server that we follow: that one is the twin, killed while the first one changes things."""
     first = await asyncio.to_thread(own_kube)
     await asyncio.to_thread(first.install_crds)
-    await filled(first, "serving")
+    await filled(first, "serving", COUNT)
     twin = await asyncio.to_thread(lambda: own_kube(twin_of=first))
     async with Followed(twin.kubeconfig(tmp_path / "kubeconfig"), "serving") as followed:
         await until(lambda: len(followed.up) == COUNT)
@@ -61,7 +61,7 @@ async def test_restart_of_the_api_server_moves_nothing(own_kube: Callable[..., C
     await asyncio.to_thread(cluster.install_crds)
     await filled(cluster, "serving")
     async with Followed(cluster.kubeconfig(tmp_path / "kubeconfig"), "serving") as followed:
-        await until(lambda: len(followed.up) == COUNT)
+        await until(lambda: len(followed.up) == FEW)
         followed.news()
         await asyncio.to_thread(lambda: cluster.restart(kill=True))
         await asyncio.to_thread(cluster.set_ready, "serving", "p00", False)
@@ -81,7 +81,7 @@ async def test_a_frozen_api_server_is_told_left_alone_and_found_again(
     await asyncio.to_thread(cluster.install_crds)
     await filled(cluster, "serving")
     async with Followed(cluster.kubeconfig(tmp_path / "kubeconfig"), "serving") as followed:
-        await until(lambda: len(followed.up) == COUNT)
+        await until(lambda: len(followed.up) == FEW)
         followed.news()
         await asyncio.sleep(1.5)
         assert all(one.stats.connected for one in followed.pods.reflectors.values()), "silent, and alive"
@@ -89,7 +89,7 @@ async def test_a_frozen_api_server_is_told_left_alone_and_found_again(
         try:
             await until(lambda: not any(one.stats.connected for one in followed.pods.reflectors.values()))
             assert "the API server has not answered for 1 s" in followed.troubles
-            assert len(followed.up) == COUNT
+            assert len(followed.up) == FEW
         finally:
             cluster.process.thaw()
         await asyncio.to_thread(cluster.set_ready, "serving", "p00", False)
@@ -115,7 +115,7 @@ async def test_a_token_that_is_revoked_is_read_anew(own_kube: Callable[..., Clus
     config = cluster.kubeconfig(tmp_path / "kubeconfig", token="replaced")
     config.write_text(config.read_text().replace("token: replaced", f"tokenFile: {secret}"))
     async with Followed(config, "serving") as followed:
-        await until(lambda: len(followed.up) == COUNT)
+        await until(lambda: len(followed.up) == FEW)
         followed.news()
         # The account comes back under its name with another identity: the old token is dead for good.
         await asyncio.to_thread(cluster.revoke, "serving", "epp")
