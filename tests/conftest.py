@@ -29,6 +29,22 @@ PROTOS = TESTS / "protos"
 sys.path.insert(0, str(TESTS / "support"))
 
 
+#: Files of tests that take longest. They are begun first, so that the processes that run tests end together.
+LONGEST = (
+    "test_bench_programs.py",
+    "test_docs_run.py",
+    "test_dashboard_states.py",
+    "test_live_kube.py",
+    "test_leases_kube.py",
+    "test_reflector_outage.py",
+)
+
+
+@pytest.hookimpl(tryfirst=True)  # a random order is one of these, too
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 #: A test is stopped so many seconds before `faulthandler_timeout` ends its process.
 STOP_EARLIER_S = 60
 
