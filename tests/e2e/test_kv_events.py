@@ -185,9 +185,9 @@ async def test_predictions_come_true_and_do_so_again_after_accidents(
     await talk.run(120)
     await world.listening()
     since = len(world.outcomes)
-    await _talked(world, talk, since + 300)
+    await _talked(world, talk, since + 200)
     steady = world.agreeing(since)
-    assert sum(reported > 0 for _, reported in world.compared(since)) > 200
+    assert sum(reported > 0 for _, reported in world.compared(since)) > 130
     await _all_use(world, talk, "exact")
     assert steady >= 0.99
     found = {"steady": steady}
@@ -233,6 +233,8 @@ async def test_predictions_come_true_and_do_so_again_after_accidents(
     assert min(found.values()) >= 0.95, found
 
 
+#: With each recipe, and without one: enough to compare hit rates to a few points.
+REQUESTS = 120
 WRONG: dict[str, tuple[StubTokeniser | None, dict[str, object]]] = {
     "block-size": (None, {"blockSize": 32}),
     "hash-seed": (None, {"keys": "engine", "hashAlgorithm": "sha256_cbor", "hashSeed": "42"}),
@@ -246,7 +248,7 @@ async def test_wrong_recipes_are_found_and_cost_nothing(world: World, figures: l
     await world.schedule(events=False)
     await sees_the_scheduler(world.gateway.admin)
     talk = Conversations(world.port, 2)
-    await _talked(world, talk, 200)
+    await _talked(world, talk, REQUESTS)
     learned = world.hit_rate()
     figures.append(f"KV events: {learned:.1%} of prompt tokens hit on learned prefixes")
     for cause, (tokeniser, settings) in WRONG.items():
@@ -260,7 +262,7 @@ async def test_wrong_recipes_are_found_and_cost_nothing(world: World, figures: l
         assert found.most_common(1)[0][0] == cause, (cause, found)
         assert world.sources()["learned"] >= 1
         assert world.sources()["exact"] == 0
-        await _talked(world, talk, 200)
+        await _talked(world, talk, REQUESTS)
         figures.append(f"KV events: {world.hit_rate():.1%} with a wrong {cause}, {dict(world.causes())}")
         await _all_use(world, talk, "learned")
         assert world.hit_rate() > learned - 0.05

@@ -19,11 +19,12 @@ def test_requests_that_wait_longer_end_too(record_run: Callable[..., Any], tmp_p
     assert apply is not None
     recorded, changed = Player(run.head, None, needs_guide(run)), Player(run.head, apply, None)
     delaying, answered, decided, later = Delaying(changed), set[int](), 0, 0
-    for step in steps(run, recorded, Faults(), []):
+    for number, step in enumerate(steps(run, recorded, Faults(), [])):
         answered |= {choice.request_id for choice in step.recorded if choice.endpoint}
         decided += len(delaying.feed(step))
         later += len(delaying.until(step.time_s))
-        changed.pipeline.validate()
+        if number % 25 == 0:  # it looks at everything
+            changed.pipeline.validate()
     decided += len(delaying.until(float("inf")))
     assert later == 0 and decided > 0.6 * len(answered)
     assert not answered & {lease.request.id for lease in changed.pipeline.fleet.ledger}, "their ends were recorded"
