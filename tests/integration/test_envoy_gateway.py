@@ -428,8 +428,13 @@ async def test_the_log_tells_whose_uploads_were_ended(share: float, reason: str)
         for size in started:
             reader, writer = await asyncio.open_connection(host, int(port))
             clients.append((reader, writer))
-            writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % (size + 9) + bytes(size))
+            writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % (size + 9_000) + bytes(size))
         async with asyncio.timeout(15):
+            # Until they are too many for a busy machine, too, the first large ones would have paused.
+            while not any(why == reason for _, _, why in w.picker.uploads):
+                for _, writer in clients[4:]:
+                    writer.write(b"x")
+                await asyncio.sleep(0.02)
             while len(w.picker.uploads) < len(started):
                 await asyncio.sleep(0.02)
         for _, writer in clients:

@@ -152,7 +152,9 @@ async def test_streams_are_timed_and_their_usage_read(upstream: list[str]) -> No
     assert reasons(result) == {"": 30}
     for record in result.records:
         assert (record.chunks, record.completion_tokens, record.cached_tokens) == (12, 10, 1)
-        assert record.headers < record.first_data < record.last_data <= record.end
+        assert record.headers <= record.first_data <= record.last_data <= record.end
+    # After a pause of the machine a whole stream may be read at once.
+    assert sum(record.headers < record.first_data < record.last_data for record in result.records) > 15
     assert result.gaps.count >= 30
     summary = summarise(result)
     assert summary["output_tokens"] == 300
