@@ -855,8 +855,7 @@ class Pipeline:
         if event.name == ENDINGS_TIMER:
             return self._endings.end_some()
         if event.name == STALLS_TIMER:
-            if now >= self._stalls.due:
-                self._stalls.look(now)
+            self._stalls.timed(now)
             return [SetTimer(STALLS_TIMER, now + TIMED_S)]
         if event.name == PEERS_TIMER:
             self.peers.take_some()

@@ -23,8 +23,9 @@ Theory
 * An endpoint is *suspect* when its silence is longer than plausible, and *out* after `OUT` times that. With the least
   values and a scrape every 0.2 s: suspect after 1.4 s, out after 3.2 s. Suspect endpoints get requests only if no other
   can serve them, endpoints that are out only if all others are out too (`plugins.filters.availability.Health`).
-* Time in which this process stood still is no silence: signs of progress wait too. A timer looks every `TIMED_S`, so a
-  look that is more than `LATE_S` late shows a standstill. It moves the beginnings of all silences and judges none.
+* Time in which this process stood still is no silence: signs of progress wait too. A timer fires every `TIMED_S`. While
+  it is more than `LATE_S` overdue, no silence is judged: decisions that follow one another may hold up the event loop,
+  too. When it fires, its delay moves the beginnings of all silences.
 * An endpoint recovers at the first progress. If it has no work left that could show progress, it may get one request
   every `RETRIED_S` as a test (`TRIED`). Until one makes progress, it counts as suspect for everyone who looks; but for
   `FORGOTTEN_S` at most if none comes, because nothing is known then, and an alert would last all night.
@@ -71,7 +72,7 @@ SEEN_S = 0.3
 TELLS_S = 10.0
 #: Seconds between two looks at all endpoints, and between two looks by the timer, for when nothing else happens.
 LOOK_S, TIMED_S = 0.2, 0.5
-#: A look this many seconds late shows that this process did not run. More than `TIMED_S` - `LOOK_S`.
+#: A timer this many seconds late shows that this process stood still.
 LATE_S = 0.5
 #: Silent endpoints that are judged in one call, at most.
 SILENT = 64
@@ -118,6 +119,8 @@ class Stalls:
         self._watched: list[_Watched] = []
         #: Clock seconds from which `look` should be called again.
         self.due = -inf
+        #: When the timer should fire next; inf = not known.
+        self._timer_due = inf
         #: The slot at which the next `look` begins; above 0 = the last one was not finished.
         self._next = 0
         #: Changed levels that `take_changes` has not returned yet. Always the same list object.
@@ -191,14 +194,20 @@ class Stalls:
 
     # ---- silence ----
 
+    def timed(self, now: float) -> None:
+        """Look because the timer fired. It should fire again after `TIMED_S`."""
+        late_s = now - self._timer_due
+        if late_s > LATE_S:
+            for each in self._watched:
+                each.since = min(each.since + late_s, now)
+        self._timer_due = now + TIMED_S
+        self.look(now)
+
     def look(self, now: float) -> None:
         """Judge the silence of all endpoints. Call it before a decision and after a scrape, once `due` has passed. If
         more than `SILENT` are silent, `due` stays in the past, and the next call continues."""
         table, left = self._table, SILENT
-        late = not self._next and now - LATE_S > self.due > -inf
-        if late:
-            for each in self._watched:
-                each.since = min(each.since + (now - self.due), now)
+        late = now - self._timer_due > LATE_S
         for slot, work in enumerate((table.queue + table.active).tolist()):
             if slot < self._next:
                 continue

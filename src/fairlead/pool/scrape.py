@@ -269,6 +269,7 @@ class SecureFetcher:
 # * One timer serves all endpoints: due times lie on a 50 ms grid in one heap. Groups of endpoints share a due time, so
 #   one wake-up starts several scrapes. An endpoint never has two scrapes in flight.
 # * A failure (a timeout is one) doubles the interval, with jitter, up to `backoff_cap_s`. Every failure is fed.
+#   If the timer of a timeout is late, the scrape has the time again: the page may be there, and this process too slow.
 #   If the server has closed a kept connection, the request is repeated at once on a new one; this is no failure.
 # * The page of an engine that sleeps counts as a failure: the engine processes no requests.
 # * A sample is fed if it differs from the last one, if the endpoint is busy or awake, and at least once within
@@ -440,7 +441,9 @@ class Scraper:
             when, _, target = heapq.heappop(heap)
             if when != target.due:
                 continue  # an outdated entry: the target was rescheduled or removed
-            if target.in_flight:
+            if target.in_flight and now - when > GRID:
+                self._schedule(target, now + self._options.timeout_s)
+            elif target.in_flight:
                 target.drop()
                 self._failed(target, f"no answer within {self._options.timeout_s:g} s")
             else:

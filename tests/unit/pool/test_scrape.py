@@ -12,7 +12,7 @@ import pytest
 from fairlead.apis.engine_metrics import ENGINES, EngineMetrics
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import MetricsFailed, MetricsSampled
-from fairlead.pool.scrape import Pace, ScrapeOptions, Scraper
+from fairlead.pool.scrape import GRID, Pace, ScrapeOptions, Scraper
 
 OPTIONS = ScrapeOptions()
 
@@ -398,6 +398,20 @@ async def test_a_silent_server_times_out_and_is_connected_anew(bench: Bench) -> 
     await bench.world.advance(2)
     assert bench.samples == [(0.0, 0.0)] * len(bench.samples) != []
     assert (len(server.links), server.open_links) == (2, 1)
+
+
+async def test_a_scrape_has_more_time_if_this_process_was_too_slow_to_see_the_page(bench: Bench) -> None:
+    server = bench.up()
+    await bench.world.advance(1)
+    server.silent = True
+    await bench.world.advance(OPTIONS.idle_s + GRID)
+    bench.world.now += OPTIONS.timeout_s  # it stands still meanwhile
+    await bench.world.advance(0.1)
+    assert bench.failures == []
+    server.links[-1].answer()
+    assert len(server.links) == 1 and bench.scraper.stats.failed == 0
+    await bench.world.advance(OPTIONS.idle_s + OPTIONS.timeout_s)
+    assert bench.failures == ["no answer within 1 s"], "from then on, time counts as ever"
 
 
 async def test_a_kept_connection_that_the_server_closed_is_replaced_without_a_failure(bench: Bench) -> None:
