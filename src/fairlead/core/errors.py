@@ -1,6 +1,7 @@
 """The exceptions, one per party at fault. A refused request is a value (`instructions.Reject`), not an exception."""
 
 from errno import EADDRINUSE, EADDRNOTAVAIL
+from opcode import opmap
 
 #: Beginning of the admin port's answer to paths that it does not serve, so that misdirected clients recognise it.
 ADMIN_PORT = "this is Fairlead's admin port"
@@ -77,6 +78,7 @@ _PASSED = (__file__.rpartition("core/")[0], "importlib", "/numpy/")
 
 def described(error: BaseException) -> str:
     """An exception that a plugin raised: its type and text, and the line of the plugin's file."""
+    error = error.__cause__ if isinstance(error, Stray) and error.__cause__ is not None else error
     file, line, trace = "", 0, error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
@@ -117,8 +119,28 @@ def rests_until(before: float, now: float) -> float:
     return now + REST_S if now < before + REST_S else now
 
 
-#: What a plugin may raise when it is called. `sys.exit` in a plugin must not end the scheduler.
+class EndsThread(BaseException):
+    """Raised in a thread to end it. A plugin that it runs does not fail by this."""
+
+
+class Stray(Exception):
+    """A plugin raised its cause, which is no `Exception`, such as `asyncio.CancelledError`. That would end more than
+    the call."""
+
+
+#: What the call of a plugin may raise. `sys.exit` in a plugin must not end the scheduler.
 PLUGIN_FAILURES = (Exception, SystemExit, NeverReturned)
+
+
+def is_stray(error: BaseException) -> bool:
+    """Whether a plugin raised what is none of `PLUGIN_FAILURES`. Ctrl+C is not the plugin's: Python handles signals
+    between two instructions and in functions written in C, never at a `raise`."""
+    if not isinstance(error, KeyboardInterrupt):
+        return not isinstance(error, (*PLUGIN_FAILURES, EndsThread))
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_code[trace.tb_lasti] == opmap["RAISE_VARARGS"]
 
 
 def of_plugin(plugin: str, error: BaseException) -> PluginError:

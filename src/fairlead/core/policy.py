@@ -20,7 +20,7 @@ from msgspec import Struct, structs
 
 from fairlead.core.columns import BoolColumn, FloatColumn, read_only
 from fairlead.core.cost import Terms, Weights
-from fairlead.core.errors import PLUGIN_FAILURES, REST_S, PluginError, described, hung, rests_until
+from fairlead.core.errors import PLUGIN_FAILURES, REST_S, PluginError, Stray, described, hung, is_stray, rests_until
 from fairlead.core.records import Trace
 from fairlead.core.request import Request
 from fairlead.core.table import FLOATS
@@ -378,7 +378,7 @@ def guarded(fleet: FleetView, call: Callable[[*Args], T], *args: *Args) -> T:
     floats = fleet.table.floats
     before = floats.tobytes()
     try:
-        answer = call(*args)
+        answer = interruptible(call, *args)
     finally:
         changed = floats.tobytes() != before
         if changed:
@@ -393,8 +393,14 @@ def guarded(fleet: FleetView, call: Callable[[*Args], T], *args: *Args) -> T:
 
 
 def interruptible(call: Callable[[*Args], T], *args: *Args) -> T:
-    """Call a plugin that gets no columns. `server.plugin_watch` interrupts what runs in this or in `guarded`."""
-    return call(*args)
+    """Call a plugin that gets no columns, or for `guarded`. What it raises is one of `PLUGIN_FAILURES`, or ends the
+    command or the thread. `server.plugin_watch` interrupts what runs in this."""
+    try:
+        return call(*args)
+    except BaseException as error:
+        if is_stray(error):
+            raise Stray from error
+        raise
 
 
 def own(policy: Policy) -> bool:

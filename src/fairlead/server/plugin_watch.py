@@ -19,7 +19,7 @@ from types import CodeType, FrameType
 
 import fairlead
 from fairlead.core.errors import NeverReturned
-from fairlead.core.policy import guarded, interruptible
+from fairlead.core.policy import interruptible
 from fairlead.server.observe.log import get
 
 log = get("plugins")
@@ -31,8 +31,8 @@ _SIGNAL = int(signal.SIGRTMIN) + 1
 _LATE_S = 0.05
 #: Signals without effect until the place is logged.
 _LOGGED_AFTER = 4
-#: All plugins are called by these two.
-_CALLS = frozenset({guarded.__code__, interruptible.__code__})
+#: All plugins are called by this.
+_CALL = interruptible.__code__
 _OWN = f"{Path(fairlead.__file__).parent}/"
 
 
@@ -98,7 +98,7 @@ class PluginWatch:
 def _plugin_call(frame: FrameType | None) -> tuple[FrameType | None, CodeType | None]:
     """Return the frame that calls a plugin, and the code of the plugin; `None` = none, unknown."""
     code = None
-    while frame is not None and frame.f_code not in _CALLS:
+    while frame is not None and frame.f_code is not _CALL:
         code = code if _own(frame.f_code) else frame.f_code
         frame = frame.f_back
     return frame, code

@@ -24,6 +24,7 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from fairlead.core.errors import EndsThread
 from fairlead.core.records import ShadowCase, ShadowRecord, ShadowVerdict
 from fairlead.core.shadow import Bench
 
@@ -164,10 +165,6 @@ class ShadowRunner:
         self._cut(name, why)
 
 
-class _Abandoned(BaseException):
-    """The event loop's thread raises this in a worker's thread to end it."""
-
-
 class _Worker(Struct, eq=False):
     """A thread and its bench. `done` is called on the event loop with each record and its seconds of CPU."""
 
@@ -198,7 +195,7 @@ class _Worker(Struct, eq=False):
         process."""
         self.stop()
         if self.ident:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(_Abandoned))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(EndsThread))
 
     def drop(self, name: str) -> None:
         self.policies.pop(name, None)
@@ -211,7 +208,7 @@ class _Worker(Struct, eq=False):
                 self.wanted.clear()
                 while self.cases and not self.stopped:
                     self._judge(self.cases.popleft())
-        except _Abandoned:
+        except EndsThread:
             return
 
     def _judge(self, case: ShadowCase) -> None:

@@ -24,7 +24,7 @@ from fairlead.config.problems import suggestion
 from fairlead.config.registry import GROUP, Registry, declared, installed_plugins
 from fairlead.config.schema import Config
 from fairlead.core.errors import PLUGIN_FAILURES, ConfigError, FairleadError, described
-from fairlead.core.policy import Policy
+from fairlead.core.policy import Policy, interruptible
 from fairlead.core.records import DecisionRecord, OutcomeRecord, StallRecord
 from fairlead.lab.simulator.result import Summary, summarise
 from fairlead.lab.simulator.simulation import Simulation
@@ -126,7 +126,7 @@ def _module(path: str, source: str) -> ModuleType:
     _beside.turn_to(str(Path(path).resolve().parent))
     sys.modules[module.__name__] = module
     try:
-        exec(compile(source, path, "exec"), vars(module))
+        interruptible(exec, compile(source, path, "exec"), vars(module))
     except PLUGIN_FAILURES as error:
         raise ConfigError(f"cannot be run: {described(error)}", "$", path) from error
     return module
