@@ -210,6 +210,7 @@ def capture(
             "block_size": size,
             "estimated": {"prompts": made.estimated_prompts, "answers": made.estimated_answers},
             "left_out": {"refused": made.refused, "without_prompt": made.without_prompt},
+            "notes": there.notes,
         }
         echo_json(figures)
         return
@@ -220,3 +221,4 @@ def capture(
     )
     if made.refused or made.without_prompt:
         typer.echo(f"  left out: {made.refused:,} refused, {made.without_prompt:,} without a prompt")
+    typer.echo("".join(f"  note: {note}\n" for note in there.notes), nl=False)

@@ -257,7 +257,10 @@ def _recorded(live: str, last_s: float, spec: "ScenarioSpec") -> "tuple[Scenario
     from fairlead.lab.simulator.world import Scenario
 
     with busy(f"reading {live}"), _journal(live) as path:
-        record = recorded(one_run(path), last_s, spec.head)
+        run = one_run(path)
+        record = recorded(run, last_s, spec.head)
+    for note in run.notes:
+        typer.echo(f"note: {note}", err=True)
     engine = preset(spec.preset) if spec.preset else record.preset
     if engine is None:
         raise ValueError(f"{live} records no speeds (journal.sample is 0, or nothing was decided); name an --engine")

@@ -79,6 +79,8 @@ class Run(Struct):
     segments: list[tuple[Path, Segment]]
     #: The runs of workers of the same gateway that ran together, whose clock is the same.
     beside: "list[Run]" = []
+    #: Files that were left out, in words.
+    notes: list[str] = []
 
     @property
     def directory(self) -> Path:
@@ -94,11 +96,17 @@ class Run(Struct):
         return [head.number for _, head in self.segments] == list(range(len(self.segments)))
 
     def items(self, faults: Faults | None = None) -> Iterator[Item]:
-        """All records except the segments' heads, details as `Detail`. Records of an unknown kind are left out."""
+        """All records except the segments' heads, details as `Detail`. Records of an unknown kind are left out. Raises
+        `JournalError` for a file with several segments."""
         for path, _ in self.segments:
+            heads = 0
             for item in _items(path.read_bytes(), faults):
                 if item[0] != SEGMENT:
                     yield item
+                    continue
+                heads += 1
+                if heads > 1:
+                    raise JournalError(f"{path} has a second segment behind the first; each needs a file of its own")
 
     def until(self) -> float:
         """When its last record was made, in seconds since 1970."""
@@ -116,17 +124,42 @@ def runs(path: Path) -> list[Run]:
     files = [path]
     if path.is_dir():
         files = sorted([*path.glob(f"*{SUFFIX}"), *path.glob(f"{WORKER}*/*{SUFFIX}")], key=lambda file: file.name)
-    segments_of: dict[str, list[tuple[Path, Segment]]] = {}
+    segments_of: dict[str, dict[int, tuple[Path, Segment]]] = {}
+    copies, headless = dict[str, list[str]](), list[Path]()
     for file in files:
         head = _head(file)
-        if head is None:
+        if not isinstance(head, Segment):
+            headless += [file] if head else []
             continue
         if head.version > VERSION:
             raise JournalError(f"{file} has version {head.version}; this program knows {VERSION}")
-        segments_of.setdefault(head.run, []).append((file, head))
+        numbers = segments_of.setdefault(head.run, {})
+        known = numbers.get(head.number)
+        if known is not None:
+            longer, shorter = _by_length(file, known[0], head)
+            copies.setdefault(head.run, []).append(f"{shorter} was left out: it is a copy of {longer.name}")
+            file = longer
+        numbers[head.number] = file, head
+    if not segments_of and headless:
+        raise JournalError(f"{headless[0]}: the first block is damaged, without which the others cannot be read")
     if not segments_of:
         raise JournalError(f"{path} holds no journal (files *{SUFFIX} that `journal.path` of a configuration writes)")
-    return [Run(run, sorted(segments, key=lambda segment: segment[1].number)) for run, segments in segments_of.items()]
+    lost = [f"{file} was left out: the first block is damaged" for file in headless]
+    return [
+        Run(run, [numbers[number] for number in sorted(numbers)], notes=[*copies.get(run, ()), *lost])
+        for run, numbers in segments_of.items()
+    ]
+
+
+def _by_length(first: Path, second: Path, head: Segment) -> tuple[Path, Path]:
+    """The longer and the shorter of two files with the same segment. One may have been copied while it grew. Raises
+    `JournalError` if they differ otherwise."""
+    shorter, longer = sorted(((file.read_bytes(), file) for file in (first, second)), key=lambda each: len(each[0]))
+    if not longer[0].startswith(shorter[0]):
+        raise JournalError(
+            f"{first} and {second} are both segment {head.number} of run {head.run} and differ; remove one"
+        )
+    return longer[1], shorter[1]
 
 
 def one_run(path: Path, run: str = "") -> Run:
@@ -162,12 +195,13 @@ def _beside(last: Run, there: Sequence[Run]) -> list[Run]:
 _HEAD_BYTES = 16 << 20
 
 
-def _head(path: Path) -> Segment | None:
+def _head(path: Path) -> Segment | bool:
+    """A segment's head. False = nothing in the file can be read; True = other records can."""
     with path.open("rb") as file:
         data = file.read(_HEAD_BYTES)
     for kind, _, body in _items(data):
-        return body if kind == SEGMENT and isinstance(body, Segment) else None
-    return None
+        return body if kind == SEGMENT and isinstance(body, Segment) else True
+    return False
 
 
 def _items(data: bytes, faults: Faults | None = None) -> Iterator[Item]:

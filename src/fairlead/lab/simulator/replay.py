@@ -374,7 +374,7 @@ def judge(result: Replayed, run: Run, faults: Faults, lost: list[int], more_note
     if needs_guide(run) or more_notes:
         result.notes.append("it follows the recorded decisions, compared with what the policy would have done")
     result.exact = not result.notes and not faults.damaged and not faults.unreadable
-    result.notes += faults.describe()
+    result.notes += faults.describe() + run.notes
     if run.beside:
         result.notes.append(f"other workers decided too; replay them with --run: {', '.join(r.id for r in run.beside)}")
 

@@ -205,6 +205,7 @@ def condition(text: str) -> Condition:
 
 def of_journal(run: Run, notes: list[str]) -> dict[str, float]:
     """The figures of a recorded run and of the runs beside it. Adds to `notes` what the figures leave out."""
+    notes += run.notes
     rows = [(entry.decision, entry.outcome) for each in (run, *run.beside) for entry in decisions(each)]
     ended = [(decision, outcome) for decision, outcome in rows if outcome is not None and outcome.status == 200]
     tpot = [value for decision, outcome in ended if (value := _tpot(decision, outcome)) >= 0.0]
