@@ -382,6 +382,11 @@ class Scraper:
             target.due = -1.0
             target.drop()
 
+    def reads(self, endpoint_id: str) -> bool:
+        """Whether the last scrape of an endpoint succeeded."""
+        target = self._targets.get(endpoint_id)
+        return target is not None and target.reading is not None and not target.fails
+
     def wake(self, endpoint_id: str) -> None:
         """Scrape an endpoint at `fast_s` for `hold_s`, because it was just sent a request. For further requests, call
         again only if the endpoint is not in `awake`."""

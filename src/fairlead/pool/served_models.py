@@ -8,6 +8,8 @@ Rules
 * A list is reported if it changed, or was queried because of a 404. A server that refuses (4xx) has no list: `None`. A
   server that cannot be reached, or answers with a broken page, is tried again after `RETRY` seconds, then twice that,
   …; its last list stays in force. If that was the first attempt, `None` is reported, and requests need not wait for it.
+* After a list, a refusal counts only if it is the third in a row (`REFUSALS`) and the metrics page is read: while an
+  engine restarts, a sidecar or another process at its address may answer 404 to everything.
 * The bearer token is sent only if the metrics page is at the same address.
 """
 
@@ -32,6 +34,7 @@ from fairlead.pool.scrape import Pace, ScrapeError, ScrapeOptions, SecureFetcher
 PATH = "/v1/models"
 AT_ONCE, MOST_RATE = 16, 20.0
 SOON, RETRY, TIMEOUT = 1.0, 2.0, 5.0
+REFUSALS = 3
 MAX_PAGE = 1 << 20
 #: Lists of more models are refused, and longer names are left out.
 MOST_NAMES, MOST_LETTERS = 10_000, 1024
@@ -98,6 +101,8 @@ class _Target(Struct, eq=False):
     task: asyncio.Task[None] | None = None
     read_at: float = -SOON
     fails: int = 0
+    #: Refusals in a row.
+    refused: int = 0
     #: The list reported last.
     listed: ModelList = ModelList(NOT_READ)
     #: Report the next list even if it is unchanged.
@@ -114,9 +119,11 @@ class ServedModels:
         options: ScrapeOptions,
         rng: random.Random | None = None,
         pace: Pace | None = None,
+        scraped: Callable[[str], bool] = lambda endpoint_id: True,
     ) -> None:
-        """`pace`: shared with everything that queries endpoints; `None` = nothing else does."""
-        self._pace = pace
+        """`pace`: shared with everything that queries endpoints; `None` = nothing else does. `scraped`: whether the
+        last scrape of an endpoint succeeded."""
+        self._pace, self._scraped = pace, scraped
         #: Seconds between two queries of an endpoint; 0 = none is queried.
         self.period_s = options.models_s
         self._loop, self._feed = loop, feed
@@ -214,9 +221,12 @@ class ServedModels:
                 looked, target.looked = target.looked, False
                 listed = read_model_list(await fetcher.fetch(url))
         except ScrapeError as error:
-            problem = "" if error.answered else str(error)
+            target.refused = target.refused + 1 if error.answered else 0
+            problem = "" if self._refuses(target) else str(error)
         except (TimeoutError, ValueError) as error:
-            problem = str(error) or "no answer in time"
+            target.refused, problem = 0, str(error) or "no answer in time"
+        else:
+            target.refused = 0
         target.task = self._union = None
         self._schedule(target, self._pause(target, problem))
         if problem:
@@ -227,6 +237,12 @@ class ServedModels:
         news, target.listed = looked or not listed.names_as(target.listed), listed
         if news:
             self._feed(AdaptersListed(target.endpoint.id, listed.adapters, listed.base))
+
+    def _refuses(self, target: _Target) -> bool:
+        """Whether an endpoint has no list any more, or never had one."""
+        if target.listed.adapters is None:
+            return target.refused > 0
+        return target.refused >= REFUSALS and self._scraped(target.endpoint.id)
 
     def _pause(self, target: _Target, problem: str) -> float:
         """The seconds until the endpoint is queried again."""

@@ -128,7 +128,10 @@ async def rig() -> AsyncIterator[Rig]:
         await runner.cleanup()
 
 
-async def test_it_is_read_when_an_endpoint_comes_and_told_when_it_changes(rig: Rig) -> None:
+async def test_it_is_read_when_an_endpoint_comes_and_told_when_it_changes(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_models, "RETRY", 0.01)
     reader = rig.reader(ScrapeOptions(models_s=0.05))
     try:
         reader.up(rig.endpoint("a"))
@@ -192,6 +195,30 @@ async def test_a_server_that_refuses_to_list_its_models_is_told_once(rig: Rig) -
         while rig.servers["a"].asked < 4:
             await asyncio.sleep(0.01)
         assert rig.told.empty()
+    finally:
+        await reader.close()
+
+
+async def test_a_refusal_counts_from_the_third_on_while_the_metrics_page_is_read(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_models, "RETRY", 0.01)
+    server, scraped, loop = rig.servers["a"], False, asyncio.get_running_loop()
+    options = ScrapeOptions(models_s=0.05)
+    reader = ServedModels(loop, rig.told.put_nowait, options, Random(1), scraped=lambda endpoint_id: scraped)
+    try:
+        reader.up(rig.endpoint("a"))
+        await rig.heard()
+        server.status, asked = 404, server.asked
+        while server.asked < asked + 8:
+            await asyncio.sleep(0.01)
+        assert rig.told.empty() and reader.union(alike=True).keys() == {"base", "poet"}
+        server.status, asked = 200, server.asked
+        while server.asked < asked + 2:
+            await asyncio.sleep(0.01)
+        scraped, server.status, asked = True, 404, server.asked
+        assert await rig.heard() == ("a", None)
+        assert server.asked - asked >= 3
     finally:
         await reader.close()
 

@@ -318,7 +318,7 @@ class Core:
             silence=lambda endpoint, reason: self.watch.on_silence(endpoint, reason),
             pace=pace,
         )
-        self.served = ServedModels(loop, self._feed, options, pace=pace)
+        self.served = ServedModels(loop, self._feed, options, pace=pace, scraped=self.scraper.reads)
         self.watch = Watch(
             self.fleet,
             loop.time,
