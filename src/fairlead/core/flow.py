@@ -166,8 +166,8 @@ NO_ENDPOINTS = "rejected-no-endpoints"
 SHUTTING_DOWN = "rejected-shutting-down"
 DISPLACED = Refused(SATURATED, "a more important request needed the place in the queue", status=429)
 EVICTED = Refused("evicted", "the request made way for a more important one; try again", status=429)
-#: Not sent to anyone, since the client is gone.
-LEFT = Refused("rejected-context-cancelled", "client disconnected")
+#: Not sent to anyone. The gateway resets the stream alike when the client left and when it does not wait any longer.
+LEFT = Refused("rejected-context-cancelled", "the gateway closed the stream (its client left, or it waited too long)")
 
 # How many requests may wait, and for how long: in total, per band and per flow.
 

@@ -21,6 +21,7 @@ from msgspec import Struct
 
 from fairlead.core.errors import FairleadError
 from fairlead.core.explain import LAST, Explanation, explain, of_answer, why_split, why_waited
+from fairlead.core.flow import LEFT
 from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord, Snapshot, SplitCosts, Trace, Waited
 
 #: At most this many candidates are shown per decision: the chosen one first, then the best.
@@ -149,7 +150,7 @@ def render(decision: DecisionRecord, outcome: OutcomeRecord | None, max_shown: i
         "prompt_tokens": request.prompt_tokens,
         "policy": decision.policy,
         "outcome": decision.outcome,
-        "status": decision.status,
+        "status": None if decision.outcome == LEFT.reason else decision.status,  # nobody received it
         "endpoint": decision.endpoint or None,
         "address": decision.address or None,
         "prefill_endpoint": decision.prefill or None,
@@ -278,6 +279,8 @@ def explained(
 def _explanation(decision: DecisionRecord, make_policy: Callable[[], Any] | None) -> tuple[Explanation | None, str]:
     trace = decision.trace
     if trace is None or not trace.endpoints:
+        if decision.outcome == LEFT.reason:
+            return None, LEFT.message
         if not decision.endpoint:
             return None, "it was refused: no policy rated it"
         return None, f"{decision.policy} gave none: it names no costs, decides in another process, or failed"

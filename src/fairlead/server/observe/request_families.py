@@ -220,7 +220,8 @@ class RequestFamilies:
 
     def _show_own(self, registry: Registry) -> None:
         show = registry.show
-        show("fairlead_rejected_total", "Requests refused, by reason.", self.rejected)
+        text = "Requests refused, by reason. rejected-context-cancelled: the gateway closed the stream."
+        show("fairlead_rejected_total", text, self.rejected)
         text = (
             "Ends of routed requests, by cause: natural, client-disconnect, upstream-reset, endpoint-gone, evicted, "
             "stream-lost (the client left early, or the gateway died, gave up or showed no answer), expired or "

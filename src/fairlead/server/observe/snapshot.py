@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import asdict
 
 from fairlead import __version__
-from fairlead.core.flow import Limit
+from fairlead.core.flow import LEFT, Limit
 from fairlead.core.queues import Band
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.stalls import LEVELS, level_name
@@ -248,7 +248,7 @@ MAX_FOUND = 100
 
 Recorded = tuple[DecisionRecord, OutcomeRecord | None]
 #: `answered`: status below 400. `failed`: status of 400 or more, or the endpoint was lost. `cancelled`: the client
-#: left, or the request expired.
+#: left, the gateway closed the stream of a waiting request, or the request expired.
 Outcome = Literal["", "running", "answered", "failed", "cancelled", "refused"]
 
 
@@ -299,7 +299,7 @@ class SearchResult(msgspec.Struct, frozen=True):
 def outcome_of(decision: DecisionRecord, outcome: OutcomeRecord | None) -> Outcome:
     """The outcome in one word, for searching."""
     if not decision.endpoint:
-        return "refused"
+        return "cancelled" if decision.outcome == LEFT.reason else "refused"
     if outcome is None:
         return "running"
     if outcome.status >= 400 or outcome.failed:

@@ -42,7 +42,8 @@ _BATCH = 64
 #: At most this many ends of requests are kept for percentiles of the last seconds.
 _NEWEST = 2000
 #: Lines that count requests.
-_LEFT, _BYPASSED = "clients of waiting requests left", "the gateway routed requests without asking the scheduler"
+_LEFT = "gateways closed streams of waiting requests (their clients left, or they waited too long)"
+_BYPASSED = "the gateway routed requests without asking the scheduler"
 
 
 def _part_only(endpoint: Endpoint) -> bool:
@@ -145,7 +146,7 @@ class Watch:
                 decision = self.decision_id(request.id) if self.decision_id else request.id
                 fields = {"priority": request.priority, "decision": decision}
                 fields |= {name: text for name, text in whose.items() if text}
-                if record.outcome == LEFT.reason:  # nobody receives the status
+                if record.outcome == LEFT.reason:  # nobody received the status
                     self._left.happened(**fields)
                 else:
                     log.warning("a request was refused", reason=record.outcome, status=record.status, **fields)
@@ -378,7 +379,7 @@ class Watch:
             self._tracing.unread(api, status, reason, headers)
 
     def on_left(self, request: Request) -> None:
-        """Count a request whose client left before the pipeline saw it."""
+        """Count a request whose stream the gateway closed before the pipeline saw it."""
         record = DecisionRecord(request=request, at=self._now(), policy="", outcome=LEFT.reason, status=LEFT.status)
         self.on_decision(record, 0.0)
 

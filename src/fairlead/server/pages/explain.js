@@ -42,7 +42,7 @@ function parts(found) {
 function facts(found) {
   const { prediction, result } = found;
   const rows = [
-    ["Went to", found.endpoint ?? `nowhere (${found.outcome}, status ${found.status})`],
+    ["Went to", found.endpoint ?? `nowhere (${found.outcome}${found.status ? `, status ${found.status}` : ""})`],
     ...(found.answered_by ? [["Answered by", `${found.answered_by}, because ${found.endpoint} could not be reached, broke off or was overdue`]] : []),
     ...(found.prefill_endpoint ? [["Prompt computed by", found.prefill_endpoint]] : []),
     ["Decided by", found.policy],

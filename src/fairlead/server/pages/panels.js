@@ -135,6 +135,8 @@ const DECISIONS = [
   { id: "ended", title: "Answer", text: true, wide: true, value: ended },
 ];
 
+const CLOSED = "rejected-context-cancelled"; // nobody received the status
+
 function wentTo({ endpoint, prefill, answered_by: by, outcome }) {
   if (!endpoint) return { text: outcome, kind: "bad" };
   const text = [endpoint, ...(prefill ? [" ← ", prefill] : []), ...(by ? [" → ", by] : [])];
@@ -142,6 +144,7 @@ function wentTo({ endpoint, prefill, answered_by: by, outcome }) {
 }
 
 function ended(row) {
+  if (row.outcome === CLOSED) return { text: "the gateway closed it", kind: "watch" };
   if (!row.endpoint) return { text: `refused ${row.status}`, kind: "bad" };
   if (!row.cause) return { text: "in flight" };
   const took = row.duration_ms === null ? "" : ` in ${milliseconds(row.duration_ms)}`;

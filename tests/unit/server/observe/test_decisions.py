@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from fairlead.core.flow import LEFT
 from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord, Trace
 from fairlead.core.request import Request
-from fairlead.server.observe.decisions import RecentDecisions, prediction
+from fairlead.server.observe.decisions import RecentDecisions, explained, prediction
 
 
 def decision(number: int = 1, trace: Trace | None = None, **fields: Any) -> DecisionRecord:
@@ -126,6 +127,13 @@ def test_a_refused_request() -> None:
         None,
         None,
     )
+
+
+def test_a_waiting_request_whose_stream_was_closed() -> None:
+    """The gateway resets it alike when the client left and when it gave up itself, so neither is claimed."""
+    made = explained(decision(endpoint="", address="", outcome=LEFT.reason, status=LEFT.status), None, None)
+    assert (made["outcome"], made["status"], made["unexplained"]) == (LEFT.reason, None, LEFT.message)
+    assert "the gateway closed the stream" in LEFT.message
 
 
 def test_cells_are_bounded() -> None:

@@ -8,9 +8,9 @@ from fairlead.core.request import Request
 from fairlead.server.observe.snapshot import Search
 
 
-def recorded(number, status=200, cause="natural", endpoint="default/a", ended=True, answered_by="", **fields):
+def recorded(number, status=200, cause="natural", endpoint="default/a", ended=True, answered_by="", why="", **fields):
     request = Request(id=number, arrived=0.0, **fields)
-    decision = DecisionRecord(request=request, at=1.0, policy="p", endpoint=endpoint)
+    decision = DecisionRecord(request=request, at=1.0, policy="p", endpoint=endpoint, outcome=why or "routed")
     outcome = OutcomeRecord(request=request, at=2.0, endpoint=answered_by or endpoint, status=status, cause=cause)
     return decision, outcome if ended and endpoint else None
 
@@ -25,13 +25,14 @@ RECORDS = [
     recorded(16, ended=False),
     recorded(17, cause="stream-lost"),
     recorded(18, endpoint="default/c", answered_by="default/b", model="chat", cause="client-disconnect"),
+    recorded(19, endpoint="", why="rejected-context-cancelled", model="gone"),
 ]
 
 
 @pytest.mark.parametrize(
     ("query", "ids"),
     [
-        ({}, [10, 11, 12, 13, 14, 15, 16, 17, 18]),
+        ({}, [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]),
         ({"id": "12"}, [12]),
         ({"id": "run.d"}, [13]),
         ({"id": "ABC"}, [10]),
@@ -47,7 +48,7 @@ RECORDS = [
         ({"endpoint": "default"}, []),
         ({"outcome": "answered"}, [10, 11]),
         ({"outcome": "failed"}, [12, 13]),
-        ({"outcome": "cancelled"}, [14, 17, 18]),
+        ({"outcome": "cancelled"}, [14, 17, 18, 19]),
         ({"outcome": "refused"}, [15]),
         ({"outcome": "running"}, [16]),
         ({"outcome": "answered", "tenant": "b"}, [11]),
