@@ -29,7 +29,7 @@ from fairlead.server.observe.endpoint_history import STEP, EndpointPoint
 from fairlead.server.observe.history import POINT, History, Out
 from fairlead.server.observe.instruments import OTHER, Counter, Family, Gauge
 from fairlead.server.observe.model_rows import ModelPoint, model_rows, served_models
-from fairlead.server.observe.recent import Recent
+from fairlead.server.observe.recent import COVERED, Recent
 from fairlead.server.observe.snapshot_shape import notices
 from fairlead.server.observe.watch import Watch
 
@@ -114,6 +114,10 @@ def traffic_of(watch: Watch, recent: Recent, now: float) -> list[shape.TrafficRo
         rate = rates[key if key in sums else (OTHER, OTHER, str(band))]
         rate[0] += asked
         rate[1] += refused
+    watch.unreadable.move(now)
+    for [unreadable] in watch.unreadable.sums.values():
+        unreadable *= max(min(1.0, (now - recent.covered_since) / COVERED), 0.0)  # the part of the time that is covered
+        rates["", "", "0"] = [part + unreadable for part in rates["", "", "0"]]
     rows = []
     for key, (requests, errors, running) in sums.items():
         if not (requests or errors or running):

@@ -28,7 +28,7 @@ from fairlead.server.observe.fleet_gauges import EndpointStatus, FleetStatus
 from fairlead.server.observe.flow_metrics import FlowMetrics
 from fairlead.server.observe.log import Counted, get
 from fairlead.server.observe.metrics import SchedulerMetrics
-from fairlead.server.observe.recent import Recent
+from fairlead.server.observe.recent import SHORT, Recent, Window
 from fairlead.server.observe.tracing import Tracing
 from fairlead.server.observe.troubles import Troubles, named, watch_process
 
@@ -103,20 +103,20 @@ class Watch:
         self.shadows = ShadowMetrics(self.metrics.registry, skipped, cut)
         self.uploads = UploadMetrics(self.metrics.registry, now)
         self.troubles = Troubles(self.metrics.registry, now)
-        self.troubles.watch("kubernetes", self.kube.trouble)
         self.tempo = Tempo(self.metrics.families.plugin.children, now)
-        self.troubles.watch("scrapes", self._unread)
-        self.troubles.watch("gateway-uploads", self.uploads.note)
+        notes = {"kubernetes": self.kube.trouble, "scrapes": self._unread, "gateway-uploads": self.uploads.note}
+        for what, note in notes.items():
+            self.troubles.watch(what, note)
         if not one_of_several:
             watch_process(self.troubles)
         #: Records that wait to be counted. Each decision comes with the seconds that it took.
         self._decisions: list[tuple[DecisionRecord, float]] = []
         self._outcomes: list[OutcomeRecord] = []
         self._left, self._bypassed = Counted(log.info, _LEFT, now), Counted(log.warning, _BYPASSED, now)
-        #: The newest ends of requests.
+        #: The newest ends of requests, and how many could not be read in the last seconds (the only key is "").
         self.newest: deque[OutcomeRecord] = deque(maxlen=_NEWEST)
-        #: Endpoint id → why its load cannot be read.
-        self._silent: dict[str, str] = {}
+        self.unreadable = Window[str](SHORT, 1.0, 1, "")
+        self._silent: dict[str, str] = {}  # endpoint id → why its load cannot be read
         #: Endpoint id → the worst level of its hang that was logged, and when (clock seconds) its last progress was.
         self._hangs: dict[str, tuple[int, float]] = {}
         self._on_routed, self._awake, self._tracing, self._scrapes = on_routed, awake, tracing, scrapes
@@ -375,6 +375,8 @@ class Watch:
         self, api: str, status: int, reason: str, headers: Mapping[str, str] | None, tenant: str = ""
     ) -> None:
         self.metrics.on_client_error(status, tenant, decided=headers is None)
+        if headers is not None:
+            self.unreadable.add("", self._now(), (1.0,))
         if self._tracing is not None and headers is not None:
             self._tracing.unread(api, status, reason, headers)
 

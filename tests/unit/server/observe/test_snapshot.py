@@ -107,6 +107,20 @@ def test_counts_are_those_of_the_metrics_page(pool):
     assert rows == {("n", "0"): (10, 0, 2), ("m", "1"): (10, 0, 2), ("m", "0"): (1, 1, 0)}
 
 
+def test_requests_that_cannot_be_read_have_a_rate_and_an_error_rate(pool):
+    """They are counted before anybody looks: no decision tells of them."""
+    for _ in range(19):
+        pool.watch.on_client_error("chat", 400, "bad-request", {})
+    pool.watch.on_client_error("chat", 400, "model", None)  # of a request that was decided about
+    pool.now += 1.0
+    pool.maker.begin()
+    (row,) = pool.maker.take().models
+    assert (row.model, row.requests, row.per_s, row.error_rate) == ("", 19, 2.0, 1.0)
+    pool.now += 20.0
+    (row,) = pool.maker.take().models
+    assert (row.requests, row.per_s, row.error_rate) == (19, 0.0, None)
+
+
 def test_an_endpoint_says_what_is_known_of_it(pool):
     pool.fleet.sampled("default/a", 99.0, 99.5, Sample(waiting=3, running=2, kv_usage=0.25))
     pool.maker.begin()

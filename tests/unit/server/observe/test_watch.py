@@ -88,7 +88,7 @@ def test_a_refusal_says_whose_request_it_was(caplog):
     gone = msgspec.structs.replace(record, outcome="rejected-context-cancelled", status=503)
     with caplog.at_level("INFO", "fairlead"):
         watch.on_decision(gone, 1e-4)
-    assert "the gateway closed the stream" in caplog.records[-1].getMessage()
+    assert "gateways closed streams of waiting requests" in caplog.records[-1].getMessage()
     assert (caplog.records[-1].levelname, "status" in vars(caplog.records[-1])["fields"]) == ("INFO", False)
 
 
