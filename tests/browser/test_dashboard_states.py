@@ -676,6 +676,30 @@ async def test_models_say_where_they_go_and_queues_who_waits(scheduler: Schedule
     await page.close()
 
 
+async def test_a_split_and_a_notice_with_a_link_fit(scheduler: Scheduler, browser: Browser) -> None:
+    scheduler.add(8)
+    adapter, base = "our-own-adapters/customer-support-de", "meta-llama/Llama-3.1-8B-Instruct"
+    for slot in range(8):
+        scheduler.fleet.table.set_listed(slot, frozenset({adapter}))
+    scheduler.watch.on_models(["assistant", base, adapter], [])
+    for i in range(40):
+        scheduler.serve(i, "default/model-server-000", "assistant", target=adapter if i % 4 == 0 else base)
+    scheduler.refuse(1)
+    page = await browser.page(scheduler.url)
+    await live(page)
+    await page.until("document.querySelector('#notices a') && document.querySelector('#model-rows tbody tr')")
+    for width in (1600, 1400, 1280):
+        await page.resize(width, 900)
+        await page.until("document.querySelector('#model-rows').scrollWidth <= "
+                         "document.querySelector('#model-rows').clientWidth")  # fmt: skip
+    await page.resize(320, 900)
+    right = "getBoundingClientRect().right"
+    within = f"(link) => link.{right} <= link.closest('li').{right}"
+    await page.until(f"[...document.querySelectorAll('#notices a')].every({within})")
+    await fits(page)
+    await page.close()
+
+
 async def test_an_endpoint_has_a_page_with_its_last_hour(scheduler: Scheduler, browser: Browser, axe: str) -> None:
     scheduler.add(3)
     history, now = scheduler.maker.history, scheduler.now()
