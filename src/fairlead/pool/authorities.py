@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import ssl
+import stat
 import time
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def trusting(ca_file: str, cert_dir: str = "") -> ssl.SSLContext:
 
 class FollowedAuthorities:
     """A context that trusts the authorities of a PEM bundle, which is read again when it changes. A bundle that cannot
-    be used changes nothing; this is logged once. Belongs to one event loop."""
+    be used, or that ends within a certificate, changes nothing; this is logged once. Belongs to one event loop."""
 
     def __init__(self, ca_file: str) -> None:
         """Raises an `OSError` that names the file."""
@@ -42,14 +43,15 @@ class FollowedAuthorities:
         self._stamp = self._identify()
         self._context = trusting(ca_file)
         self._looked = time.monotonic()
+        self._looking: asyncio.Future[None] | None = None
         self._problem = ""
 
-    async def context(self) -> ssl.SSLContext:
-        """The context for the next connection. Never raises."""
+    def context(self) -> ssl.SSLContext:
+        """The context for the next connection. Never waits: a mount that hangs would hold up the connection."""
         now = time.monotonic()
-        if now - self._looked >= _LOOK_S:
+        if now - self._looked >= _LOOK_S and (self._looking is None or self._looking.done()):
             self._looked = now
-            await asyncio.to_thread(self._look)
+            self._looking = asyncio.get_running_loop().run_in_executor(None, self._look)
         return self._context
 
     def _look(self) -> None:
@@ -57,6 +59,9 @@ class FollowedAuthorities:
         try:
             stamp = self._identify()
             if stamp != self._stamp:
+                pem = Path(self._file).read_bytes()
+                if pem.count(b"-----BEGIN ") != pem.count(b"-----END "):
+                    raise OSError(f"{self._file} ends within a certificate")
                 self._context, self._stamp = trusting(self._file), stamp
         except OSError as error:
             problem = str(error)
@@ -66,4 +71,6 @@ class FollowedAuthorities:
 
     def _identify(self) -> tuple[int, int, int]:
         status = os.stat(self._file)
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
+            raise OSError(f"{self._file} is not a regular file")
         return status.st_ino, status.st_mtime_ns, status.st_size

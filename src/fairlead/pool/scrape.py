@@ -249,7 +249,7 @@ class SecureFetcher:
             trusted: ssl.SSLContext | bool = self._options.verify
             if trusted and self._options.ca_file:
                 self._authorities = self._authorities or FollowedAuthorities(self._options.ca_file)
-                trusted = await self._authorities.context()
+                trusted = self._authorities.context()
             async with self._session.open().get(url, headers=headers, ssl=trusted, allow_redirects=False) as response:
                 if response.status != 200:
                     raise ScrapeError(f"status {response.status}", answers(response.status))

@@ -1,10 +1,12 @@
 """The scraper on real sockets: plain http, https and bearer tokens."""
 
 import asyncio
+import os
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
+from threading import Event
 
 import pytest
 from aiohttp import web
@@ -12,6 +14,8 @@ from certificates_made import make_pair
 
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import MetricsFailed, MetricsSampled
+from fairlead.pool import authorities
+from fairlead.pool.authorities import FollowedAuthorities
 from fairlead.pool.scrape import ScrapeError, ScrapeOptions, Scraper, SecureFetcher
 
 DATA = Path(__file__).parents[2] / "data" / "metrics"
@@ -132,6 +136,45 @@ async def test_a_new_bundle_of_authorities_counts_at_once_and_a_broken_one_never
         assert caplog.text.count("the old ones stay in use: cannot use the certificate authorities in ") == 1
     finally:
         await fetcher.close()
+
+
+async def test_a_bundle_that_cannot_be_read_in_time_holds_nothing_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bundle, reads, go_on = tmp_path / "ca.pem", list[str](), Event()
+    bundle.write_bytes(make_pair(tmp_path, "20200131235959Z", "20990131235959Z") + CERTIFICATE.read_bytes())
+    followed = FollowedAuthorities(str(bundle))
+    first, whole_bundle, usable = followed.context(), bundle.read_bytes(), authorities.trusting
+    bundle.write_bytes(whole_bundle[:-400])
+    await asyncio.sleep(1.1)
+    followed.context()
+    await asyncio.sleep(1.1)
+    assert followed.context() is first and "ends within a certificate" in caplog.text
+    bundle.unlink()
+    os.mkfifo(bundle)
+    await asyncio.sleep(1.1)
+    followed.context()
+    await asyncio.sleep(1.1)
+    assert followed.context() is first and "is not a regular file" in caplog.text
+
+    def hangs(ca_file: str) -> ssl.SSLContext:
+        reads.append(ca_file)
+        go_on.wait(30.0)
+        return usable(ca_file)
+
+    monkeypatch.setattr(authorities, "trusting", hangs)
+    bundle.unlink()
+    bundle.write_bytes(whole_bundle)
+    try:
+        for _ in range(3):
+            await asyncio.sleep(1.1)
+            assert followed.context() is first
+        assert reads == [str(bundle)], "one look at a time"
+    finally:
+        go_on.set()
+    async with asyncio.timeout(10):
+        while followed.context() is first:
+            await asyncio.sleep(0.05)
 
 
 async def until(fetch: Callable[[], Awaitable[bytes]]) -> None:
