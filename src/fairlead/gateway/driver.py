@@ -43,7 +43,8 @@ class Observer(Protocol):
     """Hears of decisions and outcomes: metrics, journal, logs."""
 
     def on_decision(self, record: DecisionRecord, duration_s: float) -> None:
-        """A decision was made; `duration_s` is how long the pipeline took, in seconds."""
+        """A decision was made. `duration_s`: the seconds that the pipeline took for the event; 0 = they came with
+        another decision of the same event."""
 
     def on_outcome(self, record: OutcomeRecord) -> None:
         """A routed request ended."""
@@ -165,6 +166,7 @@ class Driver:
                                 instruction.client.route(instruction)
                         elif kind is DecisionRecord:
                             self._observer.on_decision(instruction, duration)
+                            duration = 0.0
                         elif kind is OutcomeRecord:
                             self._observer.on_outcome(instruction)
                         else:
