@@ -76,8 +76,9 @@ class PluginError(FairleadError):
 _PASSED = (__file__.rpartition("core/")[0], "importlib", "/numpy/")
 
 
-def described(error: BaseException) -> str:
-    """An exception that a plugin raised: its type and text, and the line of the plugin's file."""
+def described(error: BaseException, most: int | None = None) -> str:
+    """An exception that a plugin raised: its type and text, and the line of the plugin's file. `most`: characters of
+    type and text, at most."""
     error = error.__cause__ if isinstance(error, Stray) and error.__cause__ is not None else error
     file, line, trace = "", 0, error.__traceback__
     while trace is not None:
@@ -86,7 +87,7 @@ def described(error: BaseException) -> str:
             file, line = name, trace.tb_lineno
         trace = trace.tb_next
     where = f" ({file.rpartition('/')[2]}, line {line})" if file else ""
-    return f"{type(error).__name__}: {error}{where}"
+    return f"{type(error).__name__}: {error}"[:most] + where
 
 
 class NeverReturned(BaseException):

@@ -101,7 +101,7 @@ def why(candidates: Sequence[Candidate], unit: str, prefill: str = "") -> list[s
         return ["no endpoint was chosen"]
     chosen, unchosen = candidates[0], [candidate for candidate in candidates[1:] if not candidate.part]
     rated = [candidate for candidate in unchosen if candidate.total is not None and not _gone(candidate)]
-    if chosen.total is None:
+    if chosen.total is None and len(candidates) > 1:
         return [f"{chosen.endpoint} was taken without being rated: everything else was filtered out or overloaded"]
     rivals = [max(rated, key=lambda candidate: candidate.total or 0.0)] if rated else []
     held_most = max(unchosen, key=lambda candidate: candidate.cached_tokens, default=None)
@@ -267,14 +267,16 @@ def explain(make: Callable[[], Policy], request: Request, trace: Trace, endpoint
         reproduced = bool(np.allclose(rated[here], rating(repeated)[here], rtol=1e-9, atol=1e-9, equal_nan=True))
         if chosen >= 0 and reproduced:
             limits = _Limits(make, request, trace, rated, chosen)
-    drawn = policy.name in dict(trace.failed) and len(np.unique(totals[np.isfinite(totals)])) == 1
-    candidates = _candidates(view, request, trace, totals, terms, chosen, limits, drawn)
+    failed, finite = policy.name in dict(trace.failed), totals[np.isfinite(totals)]
+    unrated = failed and len(np.unique(finite)) == 1
+    costless = "" if unrated else "NaN or infinite cost" if failed else "infinite cost"
+    candidates = _candidates(view, request, trace, totals, terms, chosen, limits, costless)
     split = trace.split
     reasons = [] if split is None else [why_split(split, endpoint)]
     if split is not None and split.taken and _alone_prefills(split, view, candidates):
         reasons.append(f"{split.prefill} was the only endpoint that could compute the prompt for others")
     reasons += [f"{name} failed: {error}" for name, error in trace.failed]
-    if drawn:  # all ratings are equal, so they are no reasons
+    if unrated and len(finite) > 1:  # all ratings are equal, so they are no reasons
         reasons.append(f"{endpoint} was drawn at random, because nothing rated the endpoints")
     else:
         reasons += why(candidates, unit, split.prefill if split is not None and split.taken else "")
@@ -339,7 +341,7 @@ def _candidates(
     terms: Sequence[tuple[str, FloatColumn]],
     chosen: int,
     limits: "_Limits | None",
-    drawn: bool,
+    costless: str,
 ) -> tuple[Candidate, ...]:
     table = view.table
     held = np.zeros(len(table)) if view.held is None else view.held
@@ -348,7 +350,7 @@ def _candidates(
     removed_by = {
         slot: (
             *(name for name, mask in trace.filters if not mask[slot]),
-            *(["infinite cost"] if -np.inf < totals[slot] < -_INFINITE and not drawn else []),
+            *([costless] if costless and -np.inf < totals[slot] < -_INFINITE else []),
         )
         for slot in rated
     }

@@ -281,7 +281,7 @@ class Profile:
 
     def _failed(self, plugin: str, error: BaseException, trace: Trace | None = None) -> None:
         if trace is not None:
-            trace.failed.append((plugin, described(error)[:_MAX_ERROR]))
+            trace.failed.append((plugin, described(error, _MAX_ERROR)))
         if self._report is not None:
             self._report(of_plugin(plugin, error))
 

@@ -146,7 +146,7 @@ class Bench:
                 return self.verdict(name, -1)
             return self.verdict(name, pick.slot, pick.prefill_slot, pick.handover_ms)
         except PLUGIN_FAILURES as error:
-            return ShadowVerdict(name, error=described(error)[:_MAX_ERROR])
+            return ShadowVerdict(name, error=described(error, _MAX_ERROR))
 
     def answered(self, name: str, pick: RemotePick, took_us: float) -> ShadowVerdict:
         """Return the verdict on what a scheduler in another process would have done. Never raises."""

@@ -14,7 +14,7 @@ from fairlead.compat.load import load
 from fairlead.compat.recorded import restore
 from fairlead.config.plugins import build_policy
 from fairlead.core.events import RequestArrived
-from fairlead.core.explain import Candidate, asked_again, explain, restored, terms_of, why
+from fairlead.core.explain import Candidate, Explanation, asked_again, explain, restored, terms_of, why
 from fairlead.core.policy import Context, Policy
 from fairlead.core.records import DecisionRecord
 from fairlead.core.request import Request
@@ -444,17 +444,40 @@ def test_a_policy_without_costs_is_said_to_have_named_none() -> None:
     assert explained(record, None, maker())["unexplained"].startswith("mine gave none: it names no costs")
 
 
-@pytest.mark.parametrize("cost", [lambda: np.full(2, np.nan), lambda: 1 / 0], ids=["nan", "raises"])
-def test_a_policy_that_failed_is_the_reason(cost: Callable[[], Any]) -> None:
+def failed(cost: Callable[[], Any], *names: str) -> Explanation:
+    """The explanation of a decision for the last endpoint by a policy with this `cost`."""
+
     class Failing(LeastRequests):
         def cost(self, *_: Any) -> Any:
             return cost()
 
-    fleet, request = builders.fleet("e0", "e1"), builders.request()
+    fleet, request = builders.fleet(*names), builders.request()
     snapshot = Snapshots()(fleet, 0.0)
     trace = Failing().choose(request, fleet, Context(0.0, Random(0), trace=True)).trace
     assert trace is not None
     trace.snapshot = snapshot
-    found = explain(Failing, request, trace, trace.endpoints[0])
+    return explain(Failing, request, trace, names[-1])
+
+
+@pytest.mark.parametrize("cost", [lambda: np.full(2, np.nan), lambda: 1 / 0], ids=["nan", "raises"])
+def test_a_policy_that_failed_is_the_reason(cost: Callable[[], Any]) -> None:
+    found = failed(cost, "e0", "e1")
     assert len(found.why) == 2 and " failed: " in found.why[0] and "drawn at random" in found.why[1]
     assert not any(one.removed_by for one in found.candidates)
+
+
+def test_where_a_policy_failed_nothing_was_drawn_if_there_was_no_choice() -> None:
+    for cost in (lambda: np.full(1, np.nan)), (lambda: 1 / 0):
+        found = failed(cost, "e0")
+        assert " failed: " in found.why[0] and found.why[1:] == ("e0 was the only endpoint",)
+        assert not found.candidates[0].removed_by
+    found = failed(lambda: np.array([np.nan, 1.0]), "e0", "e1")
+    assert found.why[1:] == ("1 of 2 endpoints were filtered out by NaN or infinite cost",)
+
+
+def test_a_long_error_of_a_policy_keeps_its_line() -> None:
+    def cost() -> None:
+        raise ValueError("x" * 5000)
+
+    why = failed(cost, "e0", "e1").why[0]
+    assert "xxx (test_explain.py, line " in why and len(why) < 300
