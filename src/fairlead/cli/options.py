@@ -309,10 +309,17 @@ def busy(title: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: update(description=text)
 
 
+#: OpenSSL's words if it does not know a certificate's authority.
+_UNKNOWN_AUTHORITY = "self-signed", "self signed", "unable to get local issuer", "unable to verify the first"
+
+
 def hint_of(reason: object, option: str = "--admin") -> str:
     """A hint for the case that nothing answers at the address given by `option`, for this reason."""
-    if "CERTIFICATE_VERIFY_FAILED" in str(reason):
-        return "name the PEM file of its authority in the environment variable SSL_CERT_FILE"
+    text = str(reason)
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        if any(unknown in text for unknown in _UNKNOWN_AUTHORITY):
+            return "name the PEM file of its authority in the environment variable SSL_CERT_FILE"
+        return "it needs a certificate that is valid, and the address a name that is in there"
     return f"is `fairlead serve` running, and is this its admin port ({option})?"
 
 

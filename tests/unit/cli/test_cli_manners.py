@@ -13,7 +13,7 @@ import pytest
 from fairlead.cli import main as cli
 from fairlead.cli.app import load_command
 from fairlead.cli.commands import COMMANDS
-from fairlead.cli.options import complain
+from fairlead.cli.options import complain, hint_of
 
 #: A command line that names a file which is not there. `None`: the command reads no file.
 UNKNOWN_FILE: dict[str, list[str] | None] = {
@@ -228,3 +228,16 @@ def test_a_terminal_without_utf8_shows_what_it_can(monkeypatch: pytest.MonkeyPat
 def test_errors_show_no_password_of_a_url(capsys: pytest.CaptureFixture[str]) -> None:
     complain("URL: 'http://me:s3cret@host/v1?token=s3cret' is not http://HOST:PORT")
     assert capsys.readouterr().err == "error: URL: 'http://me:***@host/v1?token=***' is not http://HOST:PORT\n"
+
+
+@pytest.mark.parametrize(
+    ("why", "hint"),
+    [
+        ("self-signed certificate in certificate chain", "SSL_CERT_FILE"),
+        ("unable to get local issuer certificate", "SSL_CERT_FILE"),
+        ("certificate has expired", "a certificate that is valid"),
+        ("Hostname mismatch, certificate is not valid for '10.0.0.1'.", "a name that is in there"),
+    ],
+)
+def test_only_for_an_unknown_authority_a_file_of_authorities_helps(why: str, hint: str) -> None:
+    assert hint in hint_of(f"[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: {why} (_ssl.c:1006)")
