@@ -669,6 +669,8 @@ def test_what_was_learned_is_kept_in_the_pod_or_beside_the_journal(helm: Helm) -
     [
         ("path=", "256Mi"),
         ("path=/journal", "256Mi"),
+        ("path=/tmpfs", "256Mi"),
+        *((f"path={path}", "1280Mi") for path in ("/tmp", "/tmp/")),
         ("path=/tmp/journal", "1280Mi"),
         *((f"path=/tmp/journal,config.journal.maxBytes={most}", "768Mi") for most in ("512Mi", "536870912", "0.5GiB")),
         ("path=/tmp/journal,config.journal.maxBytes=100M", "352Mi"),

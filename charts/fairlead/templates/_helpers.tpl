@@ -224,7 +224,7 @@ imagePullPolicy: {{ .pullPolicy }}
 {{/* (configuration): the limit of /tmp. A pod with more there is evicted, so a journal there counts with its own limit. */}}
 {{- define "fairlead.tmpSize" -}}
 {{- $mib := 256 -}}
-{{- if hasPrefix "/tmp/" (dig "journal" "path" "" .) -}}
+{{- if hasPrefix "/tmp/" (printf "%s/" (dig "journal" "path" "" .)) -}}
 {{- $most := dig "journal" "maxBytes" "1Gi" . -}}
 {{- if kindIs "string" $most -}}
 {{- $factors := dict "k" 1e3 "K" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "ki" 1024 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
