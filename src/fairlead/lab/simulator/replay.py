@@ -370,7 +370,8 @@ def judge(result: Replayed, run: Run, faults: Faults, lost: list[int], more_note
         result.notes.append("segments are missing in the middle")
     result.notes += dict.fromkeys((*run.head.beside, *more_notes))
     if lost:
-        result.notes.append(f"{sum(lost)} records were not written when the scheduler was busy or the disk full")
+        why = "the scheduler was busy, the disk full, or another scheduler wrote the journal"
+        result.notes.append(f"{sum(lost)} records were not written when {why}")
     if needs_guide(run) or more_notes:
         result.notes.append("it follows the recorded decisions, compared with what the policy would have done")
     result.exact = not result.notes and not faults.damaged and not faults.unreadable
