@@ -174,6 +174,8 @@ def _kind(verdict: ShadowVerdict) -> str:
 SPEED = "speed"
 #: The event loop is too slow if its timers fire this many seconds late, smoothed: each turn has the weight `_WEIGHT`.
 SLOW_S, _WEIGHT = 0.2, 0.3
+#: Seconds for which it still counts as slow, so that a long pause every few seconds is one trouble.
+CALM_S = 10.0
 #: A policy is named as the cause if it takes at least this share of the time.
 _DOMINATES = 0.3
 
@@ -185,6 +187,8 @@ class Tempo:
     def __init__(self, policies: Mapping[tuple[str, ...], Histogram], now: Callable[[], float]) -> None:
         self._policies, self._now = policies, now
         self._late_s = 0.0
+        #: Until when the event loop counts as slow (clock seconds), and the longest delay of its timers since it does.
+        self._slow_until, self._worst_s = -inf, 0.0
         #: When the last turn began and, by policy: seconds and decisions until then.
         self._turned_time = now()
         self._before: dict[str, tuple[float, int]] = {}
@@ -192,10 +196,14 @@ class Tempo:
 
     def turned(self, late_s: float) -> None:
         """Take the seconds that a timer of the event loop fired late. Call it twice a second."""
+        now, slow = self._now(), bool(self.trouble())
         self._late_s += _WEIGHT * (late_s - self._late_s)
-        now, took = self._now(), {key[-1]: (each.sum, sum(each.counts)) for key, each in self._policies.items()}
+        self._worst_s = max(late_s, self._worst_s if slow else 0.0)
+        if self._late_s >= SLOW_S:
+            self._slow_until = now + CALM_S
+        took = {key[-1]: (each.sum, sum(each.counts)) for key, each in self._policies.items()}
         passed, self._turned_time = now - self._turned_time, now
-        cause = self._cause if self._late_s >= SLOW_S else ""
+        cause = self._cause if self.trouble() else ""
         for name, (seconds, count) in took.items():
             before_s, before = self._before.get(name, (0.0, 0))
             if passed > 0.0 and seconds - before_s >= _DOMINATES * passed and count > before:
@@ -205,9 +213,9 @@ class Tempo:
 
     def trouble(self) -> str:
         """Why requests wait for this process; empty = they do not."""
-        if self._late_s < SLOW_S:
+        if self._now() >= self._slow_until:
             return ""
-        return f"the scheduler is too slow: its event loop is {1e3 * self._late_s:.0f} ms late{self._cause}"
+        return f"the scheduler is too slow: its event loop is up to {self._worst_s:.1f} s late{self._cause}"
 
 
 #: Seconds without an answer after which an Envoy counts as down.

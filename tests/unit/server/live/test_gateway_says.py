@@ -15,7 +15,7 @@ from fairlead.compat.load import load
 from fairlead.gateway.envoy.admin import EnvoyAdmin, Vitals
 from fairlead.gateway.health import ServingStatus
 from fairlead.server.live.scheduler import Live, watch_gateway
-from fairlead.server.observe.component_metrics import DOWN_S, GatewayMetrics, Tempo
+from fairlead.server.observe.component_metrics import CALM_S, DOWN_S, GatewayMetrics, Tempo
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.instruments import histograms
 from fairlead.server.observe.troubles import Troubles
@@ -143,15 +143,29 @@ def test_a_slow_scheduler_says_so_and_does_not_blame_the_gateway() -> None:
         shown.take([None])
         shown.trouble()
     assert slow[:2] == [0.0, 0.0] and all(slow[3:]), "one late turn is nothing"
-    assert tempo.trouble().endswith("late; the policy 'mine' takes 50 ms for a decision")
+    assert tempo.trouble().endswith("its event loop is up to 0.6 s late; the policy 'mine' takes 50 ms for a decision")
     assert not shown.trouble()
-    for _ in range(6):
+    calm = now[0] + CALM_S
+    while tempo.trouble():
         now[0] += 0.5
         tempo.turned(0.0)
         assert not shown.trouble(), "it has its time from then on"
-    assert not tempo.trouble()
+    assert calm <= now[0] < calm + 3.0
     now[0] += DOWN_S
     assert shown.trouble()
+
+
+def test_long_pauses_again_and_again_are_one_trouble() -> None:
+    now = [10.0]
+    tempo = Tempo({}, lambda: now[0])
+    for number in range(60):
+        late_s = 0.0 if number % 10 else 1.2
+        now[0] += 0.5 + late_s
+        tempo.turned(late_s)
+        assert tempo.trouble().endswith("up to 1.2 s late"), "it does not end in between"
+    now[0] += CALM_S
+    tempo.turned(5.0)
+    assert tempo.trouble().endswith("up to 5.0 s late"), "what was before is over"
 
 
 def test_keys_that_cannot_be_fetched_are_reported_for_a_minute() -> None:
