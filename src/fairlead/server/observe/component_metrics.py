@@ -220,6 +220,8 @@ class Tempo:
 
 #: Seconds without an answer after which an Envoy counts as down.
 DOWN_S = 3.0
+#: What may go wrong with the issuer's keys: the counts of `Vitals` in this order.
+_FAILURES = ("fetches", "certificates")
 
 
 class GatewayMetrics:
@@ -241,9 +243,9 @@ class GatewayMetrics:
         #: The sum of the last counts of all Envoys that died, and the last count of each present Envoy.
         self._before, self._last = self._kept(envoys)
         self._unscheduled, self._heap = Readings("counter"), Readings("gauge")
-        #: Fetches of the issuer's keys that failed, and certificates of its server that were refused, over all Envoys;
-        #: negative = not known yet.
-        self._key_failures = self._untrusted = -1
+        #: Of each Envoy, the last counts of fetches of the issuer's keys that failed, and of certificates of its server
+        #: that were refused.
+        self._failures: dict[int, tuple[int, int]] = {}
         self._happened = Happened(HOLD_S)
         text = "Requests that the embedded gateway balanced on its own, by its own count, also without a scheduler."
         registry.show("fairlead_unscheduled_requests_total", text, self._unscheduled)
@@ -263,11 +265,15 @@ class GatewayMetrics:
     def keyless(self) -> str:
         """Why the keys of `gateway.jwt.jwksUri` are missing or get old; empty = they are fetched."""
         now = self._now()
-        failed = self._happened.lately("fetches", self._key_failures, now)
-        untrusted = self._happened.lately("certificates", self._untrusted, now)
-        why = ": its server's certificate is not one that gateway.jwt.caFile vouches for" if untrusted else ""
+        failed, untrusted = (
+            [self._happened.lately(f"{name} {number}", counts[field], now) for number, counts in self._failures.items()]
+            for field, name in enumerate(_FAILURES)
+        )
+        if not any(failed):
+            return ""
         text = "the issuer's keys cannot be fetched from gateway.jwt.jwksUri, and tokens of keys not fetched before are"
-        return f"{text} refused{why}" if failed else ""
+        why = "its server's certificate is for another host, or not trusted (gateway.jwt.caFile)"
+        return f"{text} refused: {why}" if any(untrusted) else f"{text} refused"
 
     def take(self, vitals: Sequence[Vitals | None]) -> None:
         """Take the vitals of each Envoy; `None` = it does not answer."""
@@ -276,12 +282,12 @@ class GatewayMetrics:
             self._answered[number] = self._now()
         if not known:
             return
-        first = self._key_failures < 0
-        self._key_failures = sum(each.key_failures for each in known.values())
-        self._untrusted = sum(each.untrusted for each in known.values())
-        if first:  # a scheduler that died may have reported them
-            self._happened.begin("fetches", self._key_failures)
-            self._happened.begin("certificates", self._untrusted)
+        for number, each in known.items():
+            failures = each.key_failures, each.untrusted
+            if number not in self._failures:  # a scheduler that died may have reported them
+                for name, count in zip(_FAILURES, failures, strict=True):
+                    self._happened.begin(f"{name} {number}", count)
+            self._failures[number] = failures
         counts = [known[number].unscheduled if number in known else last for number, last in enumerate(self._last)]
         if counts != self._last:
             # If a count went down, a new Envoy has replaced one that died.

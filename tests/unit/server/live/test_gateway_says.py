@@ -171,12 +171,24 @@ def test_long_pauses_again_and_again_are_one_trouble() -> None:
 def test_keys_that_cannot_be_fetched_are_reported_for_a_minute() -> None:
     now = [10.0]
     shown = GatewayMetrics(Registry(), None, 1, lambda: now[0])
-    for failures, untrusted, text in ((3, 2, ""), (3, 2, ""), (4, 2, "are refused"), (5, 3, "caFile vouches for")):
+    for failures, untrusted, text in ((3, 2, ""), (3, 2, ""), (4, 2, "are refused"), (5, 3, "(gateway.jwt.caFile)")):
         now[0] += 5.0
         shown.take([Vitals(0, 0.0, failures, untrusted)])
         assert shown.keyless().endswith(text) if text else not shown.keyless()
     now[0] += 61.0
     assert not shown.keyless()
+
+
+def test_failures_of_long_ago_are_not_reported_when_one_of_two_envoys_answers_again() -> None:
+    now = [10.0]
+    shown = GatewayMetrics(Registry(), None, 2, lambda: now[0])
+    old = Vitals(0, 0.0, 3, 3)
+    for vitals in ([old, old], [old, None], [old, old], [None, old], [Vitals(0, 0.0), old]):
+        now[0] += 5.0
+        shown.take(vitals)
+        assert not shown.keyless()
+    shown.take([Vitals(0, 0.0, 1), old])
+    assert shown.keyless(), "another Envoy has replaced the first one"
 
 
 PRESSURE = "overload.envoy.resource_monitors.fixed_heap.pressure"
