@@ -271,6 +271,12 @@ def _recorded(live: str, last_s: float, spec: "ScenarioSpec") -> "tuple[Scenario
             engine, (ttft, tpot), (its_ttft, its_tpot) = fitted.preset, fitted.recorded, fitted.simulated
             said = f"TTFT {ttft:,.0f} ms as recorded, {its_ttft:,.0f} simulated; TPOT {tpot:,.1f} and {its_tpot:,.1f}"
             typer.echo(f"engine fitted to the journal, medians: {said}", err=True)
+        else:
+            typer.echo(
+                "note: the engine is not fitted to the journal, which has no times of streamed answers that could be "
+                "compared; measure it with `fairlead tune`",
+                err=True,
+            )
     fleet = record.fleet(engine)
     faster = spec.rate * record.workload.duration_s / len(record.workload) if spec.rate else 1.0
     scenario = Scenario(name="live", workload=record.workload, replicas=fleet, speedup=spec.speedup * (faster or 1.0))

@@ -307,6 +307,12 @@ def test_the_roles_of_the_pool_are_simulated(record_run: Callable[..., Any], tmp
     assert {row["replicas"]: row["prefill"] for row in rows}[4] == 2
 
 
+def test_plan_says_that_unstreamed_answers_fit_nothing(record_run: Callable[..., Any], tmp_path: Path) -> None:
+    path = record_run(tmp_path / "journal", seconds=3.0, fields={"stream": False}).path
+    done = call("plan", "--live", path, "--out", tmp_path / "plan", "-n", 10, *QUICK, "--slo", "e2e_p90=90s")
+    assert "note: the engine is not fitted to the journal" in done.stderr and "engine as learned" in done.stdout
+
+
 @pytest.mark.simulation
 def test_plan_from_a_journal(recorded: Any, tmp_path: Path) -> None:
     """Four servers were there; the engine comes out as fast as that of the recorded run."""
