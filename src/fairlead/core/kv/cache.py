@@ -36,13 +36,6 @@ class Shelf(Struct, eq=False):
     #: The segment where the next eviction begins; and how many segments of a dead shelf are taken apart.
     hand: int = 0
     reclaimed: int = 0
-    #: Hashes of the store before, if it stored the beginning of a prompt again.
-    repeated: list[int] = []
-
-    def repeat(self, hashes: list[int]) -> list[int]:
-        """Set `repeated` and return what it was."""
-        former, self.repeated = self.repeated, hashes
-        return former
 
     def key_of(self, digest: int) -> int | None:
         """Return the key of a block on this shelf; `None` = it is not here."""
@@ -185,6 +178,15 @@ class Tail(Struct, eq=False):
         return most
 
 
+class Repeated(Struct, frozen=True, gc=False):
+    """A store of a prompt's beginning whose blocks were known: computed again, or only reported."""
+
+    hashes: list[int]
+    batch: int
+    #: How many batches, one after the other, had it.
+    times: int
+
+
 class RankCache(Struct, eq=False):
     """The blocks of one rank, created by `KvIndex.rank`. `model`: the base model, to which its blocks belong. `lives`:
     how often a new engine had been found at its endpoint when this one was."""
@@ -225,8 +227,9 @@ class RankCache(Struct, eq=False):
     heard: bool = False
     linked: bool = False
     behind: bool = False
-    #: Whether its engine also reports blocks that it only uses again.
-    reports: bool = False
+    #: Batches begun so far; and by group and tier, the last known beginning that was stored, for one batch more.
+    batch: int = 0
+    repeated: dict[tuple[int, Tier], Repeated] = {}
     #: How many snapshots are being made of it. Its feed begins no batch meanwhile.
     holds: int = 0
 
@@ -286,8 +289,16 @@ class RankCache(Struct, eq=False):
         if len(self.sizes) > MOST_SIZES:
             del self.sizes[next(known for known in self.sizes if known not in (size, self.block_size))]
 
-    def note_reports(self) -> None:
-        self.reports = True
+    def begin_batch(self) -> None:
+        self.batch += 1
+        if self.repeated:
+            self.repeated = {place: each for place, each in self.repeated.items() if each.batch == self.batch - 1}
+
+    def note_repeated(self, place: tuple[int, Tier], hashes: list[int]) -> None:
+        """The beginning of a prompt was stored whose blocks were known."""
+        former = self.repeated.get(place)
+        times = former.times if former is not None and former.hashes == hashes else 0
+        self.repeated[place] = Repeated(hashes, self.batch, times + 1)
 
     def note_emptied(self) -> None:
         self.emptied = _EMPTIED_FOR

@@ -131,7 +131,7 @@ class KvIndex:
         for group in list(cache.units):
             self.clear_group(cache, group)
         cache.dropped = False
-        cache.sizes = {}
+        cache.sizes, cache.repeated = {}, {}
         for tail in cache.tails.values():
             tail.clear()
 
@@ -152,7 +152,7 @@ class KvIndex:
         """Forget all of one rank, because there is a new engine, whose history begins."""
         self.clear_rank(cache)
         cache.kinds, cache.tails = {}, {}
-        cache.numbered = cache.provisional = cache.sparse = cache.reports = False
+        cache.numbered = cache.provisional = cache.sparse = False
         self.lives[cache.slot] += 1
         cache.lives = self.lives[cache.slot]
 
@@ -181,12 +181,12 @@ class KvIndex:
             self._give_bit(shelf)
         return shelf
 
-    def store(self, shelf: Shelf, hashes: list[int], keys: list[int], depth: int, copies: bool = True) -> None:
-        """Store consecutive blocks, at most a few hundred, the first one `depth` blocks after the beginning. `copies`:
-        whether blocks that are already there get one more copy."""
+    def store(self, shelf: Shelf, hashes: list[int], keys: list[int], depth: int) -> int:
+        """Store consecutive blocks, at most a few hundred, the first one `depth` blocks after the beginning. Return how
+        many are new on the shelf."""
         if shelf.dead:
-            return
-        copies &= shelf.cache.slot != EVERYONE  # shared storage has one copy, whoever reports it
+            return 0
+        copies = shelf.cache.slot != EVERYONE  # shared storage has one copy, whoever reports it
         admitted = self.blocks.store(shelf, hashes, keys, depth, copies)
         self.entries += admitted
         self.admitted += admitted
@@ -203,6 +203,7 @@ class KvIndex:
         self.matcher.note_use = 4 * total > 3 * self.max_blocks
         if total > self.max_blocks:
             self._make_room(shelf)
+        return admitted
 
     def tail(self, cache: RankCache, group: int, size: int, needed: int) -> Tail | None:
         """Return the blocks of a group that a hit needs only at its end. `None` = how many it needs is not known."""

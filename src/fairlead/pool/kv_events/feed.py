@@ -351,6 +351,7 @@ class Feed:
         self.count.batches += 1
         self._batch = batch
         self._events = batch.each()
+        self.cache.begin_batch()
 
     def _note(self, number: int, ts: float) -> None:
         self.last, self.last_ts = number, ts

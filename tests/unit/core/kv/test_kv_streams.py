@@ -161,37 +161,3 @@ def test_adapters_and_salts_are_apart() -> None:
     assert len(seen[3]) == 6
     blocks = engine.index.blocks.table.live
     assert blocks == engine.cache.blocks
-
-
-def test_blocks_that_are_reported_because_they_were_used_again_are_no_copies() -> None:
-    """`kv_cache_report_mode: full`: the blocks that are used again come first, and the new ones continue them. Blocks
-    that `prompt_logprobs` computes again look alike, but are continued by known ones."""
-    engine = Engine()
-    content = [bytes([number]) * 16 for number in range(6)]
-
-    def store(start: int, end: int) -> BlocksStored:
-        return BlocksStored(list(range(start + 1, end + 1)), start, b"".join(content[start:end]), 4, medium="GPU")
-
-    for event in (store(0, 4), store(0, 2), store(2, 4), store(0, 3)):
-        engine.apply(event)
-    shelf = engine.cache.shelves[0, Tier.GPU]
-    assert copies_of(shelf, 1) == 3
-    engine.apply(store(0, 4))
-    engine.apply(store(4, 5))
-    engine.apply(store(0, 5))
-    assert engine.cache.reports
-    assert copies_of(shelf, 1) == 3 and copies_of(shelf, 5) == 1
-    engine.index.restarted(engine.cache)
-    assert not engine.cache.reports
-
-
-def test_a_prompt_of_one_block_that_is_computed_again_adds_a_copy() -> None:
-    engine = Engine()
-
-    def store(start: int, digest: int) -> BlocksStored:
-        return BlocksStored([digest], start, bytes([digest]) * 16, 4, medium="GPU")
-
-    for event in (store(0, 1), store(0, 1), store(1, 2)):
-        engine.apply(event)
-    assert copies_of(engine.cache.shelves[0, Tier.GPU], 1) == 2
-    assert not engine.cache.reports
