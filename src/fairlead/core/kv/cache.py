@@ -123,7 +123,9 @@ class Tail(Struct, eq=False):
     #: Stores whose blocks may be one block further ahead than taken for, by the last engine hash: their hashes, and the
     #: keys of their blocks and of the one before.
     doubtful: dict[int, tuple[list[int], list[int]]] = {}
-    #: The key of the last block of the latest prompt that was begun, but of which nothing was kept so far.
+    #: The key of the last block of the latest prompt that was begun, but of which nothing was kept so far. Events do
+    #: not say which prompt the next piece continues: two long prompts whose pieces take turns, as they may with vLLM's
+    #: `long_prefill_token_threshold`, are predicted as not cached.
     begun: int | None = None
 
     def clear(self) -> None:
