@@ -283,7 +283,8 @@ def _reported(
     * After a report, the prompt's next blocks are the next store of the group, in the same batch. A prompt that is
       computed again has them in the same event, or in a later batch. With asynchronous scheduling (not measured) two
       pieces may share a batch, but seldom does the first one end exactly where the known blocks do.
-    * A prompt that waits for memory is reported again in each batch, until it is computed.
+    * A prompt that waits for memory is reported again in each batch, until it is computed. Two in a row may as well be
+      one prompt computed again and one reported.
     * A report that no new block follows cannot be told apart. It counts as copies, so its blocks seem to be cached
       until the engine is restarted, or empties its cache. That is the smaller error: if one of two copies is taken for
       the only one, its removal hides the prompt and all that continue it. Simulated with three engines, each prompt
@@ -298,8 +299,9 @@ def _reported(
     # A prompt of full blocks computes its last one again.
     if event.parent != former.hashes[-1] or (len(hashes) > 1 and held(hashes[0])):
         return None
-    steps = chain.from_iterable(_each(former.hashes, remove) for _ in range(former.times))
-    return _in_steps(steps, len(former.hashes) * former.times)
+    times = former.times if former.times > 2 else 1
+    steps = chain.from_iterable(_each(former.hashes, remove) for _ in range(times))
+    return _in_steps(steps, len(former.hashes) * times)
 
 
 def _note_repeated(cache: RankCache, place: tuple[int, Tier], event: BlocksStored) -> None:
