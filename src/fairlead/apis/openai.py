@@ -37,6 +37,7 @@ from fairlead.core.apis import (
     TOKENIZE,
 )
 from fairlead.core.errors import ClientError
+from fairlead.core.tokens import DEFAULT_BYTES_PER_TOKEN
 
 # `/v1/chat/completions`.
 
@@ -428,6 +429,8 @@ class RankingBody(Body, gc=False):
     data_2: Raw = ABSENT
     text_1: Raw = ABSENT
     text_2: Raw = ABSENT
+    #: At most so many tokens of each pair count.
+    truncate_prompt_tokens: Scalar = None
     user: Raw = ABSENT
 
 
@@ -460,13 +463,16 @@ def _compared(api: str, read: RankingBody, query: Raw, documents: Raw) -> Parsed
     the ratio that is learned for the label has the rest."""
     views = (anything(query).view, anything(documents).view)
     (query_items, query_size), (items, size) = map(measured, views)
+    pairs, size = max(prompts_in(query), prompts_in(documents)), query_size + size
+    if limit := count(read.truncate_prompt_tokens, "truncate_prompt_tokens"):
+        size = min(size, int(limit * max(pairs, 1) * DEFAULT_BYTES_PER_TOKEN))
     return ParsedRequest(
         api,
         read.model or "",
         prompt=views,
         root=b"%b %b" % (api.encode(), named(read.model, read.cache_salt)),
-        prompt_bytes=query_size + size,
-        n=choices(None, max(prompts_in(query), prompts_in(documents))),
+        prompt_bytes=size,
+        n=choices(None, pairs),
         user=short_text(read.user),
         media=query_items + items,
     )

@@ -228,6 +228,21 @@ def test_of_truncated_embeddings_only_what_is_kept_counts() -> None:
     assert said.prompt_bytes <= 40 * 7
 
 
+@pytest.mark.parametrize(
+    ("path", "query", "documents"), [("/rerank", "query", "documents"), ("/score", "text_1", "text_2")]
+)
+def test_of_truncated_pairs_only_what_is_kept_counts(path: str, query: str, documents: str) -> None:
+    def compared(**members: object) -> ParsedRequest:
+        body = {"model": "m", query: "what?", documents: ["words of some letters " * 400] * 3} | members
+        return parse_request(path, json.dumps(body).encode())
+
+    cut = compared(truncate_prompt_tokens=40)
+    assert cut.prompt_bytes == int(3 * 40 * 4.2) < compared().prompt_bytes
+    assert (cut.root, cut.n, joined(cut)) == (compared().root, 3, joined(compared()))
+    for limit in (-1, None, 100_000):
+        assert compared(truncate_prompt_tokens=limit) == compared()
+
+
 def test_of_a_prompt_that_tgi_truncates_only_the_end_counts() -> None:
     def generate(**parameters: object) -> ParsedRequest:
         body = {"inputs": "words of some letters " * 400, "parameters": parameters}
