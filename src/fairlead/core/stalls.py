@@ -25,7 +25,8 @@ Theory
   can serve them, endpoints that are out only if all others are out too (`plugins.filters.availability.Health`).
 * Time in which this process stood still is no silence: signs of progress wait too. A timer fires every `TIMED_S`. While
   it is more than `LATE_S` overdue, no silence is judged: decisions that follow one another may hold up the event loop,
-  too. When it fires, its delay moves the beginnings of all silences.
+  too. When it fires, its delay moves the beginnings of all silences. Journals of versions without the timer are
+  replayed by their rule: a look that is more than `LATE_S` late shows a standstill.
 * An endpoint recovers at the first progress. If it has no work left that could show progress, it may get one request
   every `RETRIED_S` as a test (`TRIED`). Until one makes progress, it counts as suspect for everyone who looks; but for
   `FORGOTTEN_S` at most if none comes, because nothing is known then, and an alert would last all night.
@@ -196,10 +197,8 @@ class Stalls:
 
     def timed(self, now: float) -> None:
         """Look because the timer fired. It should fire again after `TIMED_S`."""
-        late_s = now - self._timer_due
-        if late_s > LATE_S:
-            for each in self._watched:
-                each.since = min(each.since + late_s, now)
+        if now - self._timer_due > LATE_S:
+            self._excuse(now - self._timer_due, now)
         self._timer_due = now + TIMED_S
         self.look(now)
 
@@ -208,6 +207,9 @@ class Stalls:
         more than `SILENT` are silent, `due` stays in the past, and the next call continues."""
         table, left = self._table, SILENT
         late = now - self._timer_due > LATE_S
+        if self._timer_due == inf and not self._next and now - LATE_S > self.due > -inf:
+            self._excuse(now - self.due, now)
+            late = True
         for slot, work in enumerate((table.queue + table.active).tolist()):
             if slot < self._next:
                 continue
@@ -223,6 +225,10 @@ class Stalls:
                 self._look_at(slot, watched, now)
         self._next = 0
         self.due = now + LOOK_S
+
+    def _excuse(self, standstill_s: float, now: float) -> None:
+        for each in self._watched:
+            each.since = min(each.since + standstill_s, now)
 
     def _look_at(self, slot: int, watched: _Watched, now: float) -> None:
         """Judge an endpoint that has work and is silent."""

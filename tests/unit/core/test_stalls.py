@@ -140,8 +140,11 @@ def test_a_hung_engine_is_suspect_within_two_seconds_out_within_five_and_spared(
     assert rig.told[0].silent_s > rig.told[0].plausible_s
 
 
-def test_silence_while_this_process_was_suspended_is_none() -> None:
+@pytest.mark.parametrize("timer", [True, False], ids=["timer", "journal without it"])
+def test_silence_while_this_process_was_suspended_is_none(timer: bool) -> None:
     rig = Rig()
+    if not timer:
+        rig.timer = inf
     rig.warm()
     for _ in range(3):
         rig.clock.now += 10.0
