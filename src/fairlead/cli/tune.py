@@ -224,21 +224,35 @@ def _read(path: Path) -> "list[Observation]":
         if not line.strip():
             continue
         try:
-            observations.append(msgspec.json.decode(line, type=Observation))
+            seen = msgspec.json.decode(line, type=Observation)
         except msgspec.DecodeError as error:
             raise ValueError(f"{path}:{number}: {error}") from None
+        if problem := seen.problem():
+            raise ValueError(f"{path}:{number}: {problem}")
+        observations.append(seen)
+    if unused := sum(not seen.used for seen in observations):
+        typer.echo(
+            f"note: {unused} of {len(observations)} observations lack times or a batch and are not used", err=True
+        )
     return observations
 
 
 def _text(preset: "Preset", fitted: "Fitted") -> str:
     """The preset, after comments on how well it fits."""
+    from msgspec.structs import asdict
+
     from fairlead.lab.engine.presets import write_preset
 
+    latency, unknown = asdict(fitted.latency), [term.removesuffix("_ms") for term in fitted.unknown]
+    times = {
+        term: latency[term] for term in ("c_pf_us", "c_attn_ns", "c_seq_us", "c_kv_ns") if term[:-3] not in unknown
+    }
     comments = (
         f"# {fitted.prefills} prefills, median error {fitted.prefill_error:.1%}; {fitted.decodes} answers, "
         f"{fitted.decode_error:.1%}",
         *(f"# {residual}" for residual in fitted.residuals),
         *(f"# {term}: the observations cannot separate it from the other terms" for term in fitted.unknown),
+        *(f"# {term}: no time was found; measure longer, without other work" for term in times if not times[term]),
         "# kv_bytes, per token, for handing prompts over, was not measured",
     )
     return "\n".join([*comments, write_preset(preset)])

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from fairlead.apis.engine_metrics import ENGINES, compile_engine
 from fairlead.apis.prometheus import read_page
@@ -159,6 +160,22 @@ class Observation(Struct, kw_only=True, frozen=True):
     clients: int = 0
     #: Servers on the same machine that computed at the same time.
     neighbours: int = 0
+
+    def problem(self) -> str:
+        """What is impossible in it; empty = nothing."""
+        if self.cached_tokens > self.prompt_tokens >= 0:
+            return f"{self.cached_tokens} cached_tokens of {self.prompt_tokens} prompt_tokens"
+        for name, value in asdict(self).items():
+            if value < 0 and value != -1:
+                return f"{name} is {value:g}; -1 means unknown"
+        return ""
+
+    @property
+    def used(self) -> bool:
+        """Whether it says enough for a fit: the time of the first token alone, or of tokens at a known load."""
+        if self.clients:
+            return self.tpot_ms > 0 and self.cached_tokens >= 0
+        return any(True for _ in _rows(self, STEP_TOKENS))
 
     @property
     def end_ms(self) -> float:

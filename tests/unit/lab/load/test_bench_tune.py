@@ -367,9 +367,43 @@ def test_wrong_input_is_one_line(arguments, code, message):
     assert (done.exit_code, message in done.output, "Traceback" in done.output) == (code, True, False)
 
 
-def test_a_bad_line_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt_tokens": "many"}', ""),
+        ('{"prompt_tokens": 4000, "cached_tokens": 9000}', ": 9000 cached_tokens of 4000 prompt_tokens"),
+        ('{"prompt_tokens": 5, "ttft_ms": -5}', ": ttft_ms is -5; -1 means unknown"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, said):
     file = tmp_path / "seen.jsonl"
-    file.write_text('{"prompt_tokens": 5}\n{"prompt_tokens": "many"}\n')
+    file.write_text(f'{{"prompt_tokens": 5}}\n{line}\n')
     done = CliRunner().invoke(build_app(), ["tune", "--observations", str(file)])
     assert done.exit_code == 2
-    assert "seen.jsonl:2" in done.output
+    assert f"seen.jsonl:2{said}" in done.output
+
+
+def tuned(tmp_path, rows):
+    file = tmp_path / "seen.jsonl"
+    file.write_text("".join(json.dumps(msgspec.to_builtins(row)) + "\n" for row in rows))
+    return CliRunner().invoke(build_app(), ["tune", "--observations", str(file)])
+
+
+def test_lines_that_are_not_used_are_counted(tmp_path):
+    rows = probed("llama-8b-h100")
+    assert "not used" not in tuned(tmp_path, rows).output
+    more = [Observation(prompt_tokens=9), Observation(prompt_tokens=9, completion_tokens=9, ttft_ms=1, e2e_ms=9)]
+    done = tuned(tmp_path, [*rows, *more])
+    assert done.exit_code == 0 and f"note: 2 of {len(rows) + 2} observations lack times or a batch" in done.output
+
+
+def test_a_term_that_is_lost_is_named(tmp_path):
+    """Long prompts that take less per token than short ones leave no time for attention."""
+    rows = probed("llama-8b-h100")
+    assert "no time was found" not in tuned(tmp_path, rows).output
+    less = [0.3 * row.ttft_ms * row.prompt_tokens / max(row.prompt_tokens for row in rows) for row in rows]
+    faster = [
+        msgspec.structs.replace(row, ttft_ms=row.ttft_ms - by, e2e_ms=row.e2e_ms - by)
+        for row, by in zip(rows, less, strict=True)
+    ]
+    assert "# c_attn_ns: no time was found; measure longer" in tuned(tmp_path, faster).output
