@@ -1,6 +1,6 @@
 """Scenarios from plain values: a built-in name, a workload file or a kind of workload. Reads and writes such files."""
 
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,11 +27,18 @@ from fairlead.lab.workload.generate import KINDS, PACED, Pace, generate
 from fairlead.lab.workload.record import Workload, dispatch_of, from_first
 from fairlead.server.files import write_output
 
+#: The first bytes of files of gzip, bzip2, xz, zstd and zip.
+_PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")
+
 
 def read_workload(path: Path, format: str = "") -> Workload:
     """Read a workload file. Times count from its first request, as a file may be a part of a longer trace or tell the
     time of day. Raises `ConfigError` (bad content, unknown format) or `OSError`."""
     data = path.read_bytes().removeprefix(BOM_UTF8)
+    if data.startswith(_PACKED):
+        raise ConfigError("is compressed; unpack it first", source=str(path))
+    if data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+        raise ConfigError("is UTF-16; convert it to UTF-8 first", source=str(path))
     name = format or guess(data)
     if name not in FORMATS:
         known = ", ".join(FORMATS)

@@ -218,13 +218,16 @@ class MooncakeRow(Struct, kw_only=True):
 
 
 def read_mooncake(data: bytes, source: str = "trace") -> list[Record]:
-    """Read a trace. A row without a timestamp gets the timestamp of the row before it; in `think` dispatch, `delay`
-    and the session decide when it starts. Raises `TraceError`."""
+    """Read a trace. A row of a session that has no timestamp gets that of the row before it; in `think` dispatch,
+    `delay` and the session decide when it starts. If no row has one, all start at once. Raises `TraceError`."""
     records: list[Record] = []
-    arrival_ms = 0.0
+    arrival_ms, timed = 0.0, False
     for number, row in rows(data, MooncakeRow, source):
-        arrival_ms = row.timestamp if row.timestamp is not UNSET else arrival_ms
         session = row.session_id or ""
+        if row.timestamp is not UNSET:
+            arrival_ms, timed = row.timestamp, True
+        elif timed and not session:
+            raise TraceError(source, number, "timestamp", "is missing; only a row with a session_id may lack it")
         record = Record(
             id=str(len(records)),
             arrival_us=_microseconds(arrival_ms * 1e3),

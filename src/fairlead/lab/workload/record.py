@@ -11,6 +11,8 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
+from fairlead.apis.parsed import MAX_N
+
 #: `timestamp`: open loop, every record starts at its `arrival_us`. `think`: a record with a parent starts `think_ms`
 #: after the parent's end, as with a person or an agent; its `arrival_us` then only shows when it was recorded.
 Dispatch = Literal["timestamp", "think"]
@@ -116,13 +118,20 @@ def problem_of(record: Record) -> tuple[str, str] | None:
         return "out_tokens", f"an answer must have at least 1 token, not {record.out_tokens}"
     if record.n < 1:
         return "n", f"at least 1 answer is needed, not {record.n}"
+    if record.n > MAX_N:
+        return "n", f"at most {MAX_N} answers are possible, not {record.n}"
     if record.arrival_us < 0:
         return "arrival_us", f"{record.arrival_us} is before the start"
     if record.arrival_us > LATEST_US:
         return "arrival_us", "is more than 285 years after the start"
-    if record.think_ms < 0 or record.cancel_after_ms < 0:
-        field = "think_ms" if record.think_ms < 0 else "cancel_after_ms"
-        return field, "must not be negative"
+    for field, value in (
+        ("think_ms", record.think_ms),
+        ("cancel_after_ms", record.cancel_after_ms),
+        ("slo_ttft_ms", record.slo_ttft_ms),
+        ("slo_tpot_ms", record.slo_tpot_ms),
+    ):
+        if value < 0:
+            return field, "must not be negative"
     if record.hash_ids and record.block_size < 1:
         return "block_size", "hash_ids need a block_size, the number of tokens of each of them"
     most = -(-record.in_tokens // record.block_size) if record.block_size else 0

@@ -1,5 +1,6 @@
 """Comparisons: every cell once, resumed where they stopped, and a report that needs nothing else."""
 
+import gzip
 import sys
 from codecs import BOM_UTF8
 from statistics import fmean
@@ -218,6 +219,10 @@ def test_a_scenario_can_be_changed_by_plain_values(tmp_path, mooncake_head):
         build(ScenarioSpec(name="x", source=str(bad)))
     with pytest.raises(ConfigError, match="unknown format 'csv'"):
         build(ScenarioSpec(name="x", source=str(bad), format="csv"))
+    for content, said in ((gzip.compress(b"{}"), "compressed"), ("{}".encode("utf-16"), "UTF-16")):
+        bad.write_bytes(content)
+        with pytest.raises(ConfigError, match=said):
+            build(ScenarioSpec(name="x", source=str(bad), format="mooncake"))
 
 
 @pytest.mark.parametrize("source", ["reasoning", "deep-research", "overload", "adapters", "agents"])

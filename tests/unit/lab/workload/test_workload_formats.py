@@ -157,6 +157,7 @@ def test_formats_are_told_apart():
 
 AZURE_HEAD = b"TIMESTAMP,ContextTokens,GeneratedTokens\n"
 ONE = b'{"id": "a", "in_tokens": 1, "out_tokens": 1}\n'
+UNTIMED = b'{"input_length": 5, "output_length": 5}'
 NATIVE_HEAD = b'{"fairlead_workload": 1}\n'.replace(b" ", b"")
 
 
@@ -193,6 +194,9 @@ NATIVE_HEAD = b'{"fairlead_workload": 1}\n'.replace(b" ", b"")
         ("native", b'{"id": "a", "in_tokens": 1, "out_tokens": 1, "hash_ids": [3]}', 1, "block_size"),
         ("native", b'{"fairlead_workload":2}\n', 1, "fairlead_workload"),
         ("native", b'{"id": "a", "in_tokens": 1, "out_tokens": 1, "think_ms": -1}', 1, "think_ms"),
+        ("native", b'{"id": "a", "in_tokens": 1, "out_tokens": 1, "slo_ttft_ms": -1}', 1, "slo_ttft_ms"),
+        ("native", b'{"id": "a", "in_tokens": 1, "out_tokens": 1, "n": 100000000}', 1, "n"),
+        ("mooncake", b'{"timestamp": 1, "input_length": 5, "output_length": 5}\n' + UNTIMED, 2, "timestamp"),
     ],
 )  # fmt: skip
 def test_a_bad_line_names_file_line_and_field(name, data, line, field):
