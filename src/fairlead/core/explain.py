@@ -24,7 +24,7 @@ from msgspec import Struct
 from fairlead.core.columns import BoolColumn, FloatColumn
 from fairlead.core.cost import Weights, parts
 from fairlead.core.endpoint import STAGES, Endpoint
-from fairlead.core.policy import Context, CostPolicy, Cycle, Explainable, Picked, Policy
+from fairlead.core.policy import Context, CostPolicy, Cycle, Explainable, Picked, Policy, interruptible
 from fairlead.core.prefix import AS_FREE
 from fairlead.core.profile import estimate
 from fairlead.core.records import FLOW_CONTROL, SplitCosts, Trace, Waited
@@ -238,7 +238,7 @@ def asked_again(policy: Policy, request: Request, trace: Trace) -> tuple[str, Tr
     snapshot."""
     view = restored(trace)
     assert trace.snapshot is not None
-    pick = policy.choose(request, view, Context(trace.snapshot.at, Random(0)))
+    pick = interruptible(policy.choose, request, view, Context(trace.snapshot.at, Random(0)))
     new_trace = pick.trace or Trace(endpoints=view.table.ids)
     endpoint = view.table.endpoints[pick.slot] if isinstance(pick, Picked) else None
     return (endpoint.id if endpoint else ""), new_trace
@@ -447,7 +447,7 @@ class _Limits:
         assert self._trace.snapshot is not None
         context = Context(self._trace.snapshot.at, Random(0))
         policy = self._make() if self._policy is None else self._policy
-        trace = policy.choose(self._request, view, context).trace
+        trace = interruptible(policy.choose, self._request, view, context).trace
         totals = _column(None, len(held)) if trace is None else rating(trace)
         ties: BoolColumn = np.nan_to_num(totals, nan=-np.inf) >= self._goal
         return ties

@@ -13,9 +13,10 @@ import pytest
 from fairlead.core import events as ev
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import EndsThread, PluginError, Stray, described
+from fairlead.core.explain import asked_again
 from fairlead.core.instructions import Route
 from fairlead.core.policy import Context, Picked, choose_or_raise, interruptible
-from fairlead.core.records import ShadowCase
+from fairlead.core.records import ShadowCase, Trace
 from fairlead.core.request import Request
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.shadow import Bench
@@ -92,3 +93,10 @@ def test_its_description_is_that_of_its_cause() -> None:
     with pytest.raises(Stray) as caught:
         interruptible(Raises(Panic("no")).choose, None, None, None)
     assert described(caught.value).startswith("Panic: no (test_stray_errors.py, line ")
+
+
+def test_explain_fails_by_it_as_by_any_error() -> None:
+    known = fleet(endpoint("e0"))
+    trace = Trace(endpoints=known.table.ids, snapshot=Snapshots()(known, 0.0))
+    with pytest.raises(Stray):
+        asked_again(Raises(asyncio.CancelledError()), request(), trace)
