@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from ports import free_port
 from tcp import TcpServer
-from tellers import PATIENCE, Teller, agree, running, until
+from tellers import LEASE, PATIENCE, Teller, agree, running, until
 from valkey import Valkey as SyncValkey
 from valkey.asyncio import Valkey
 from valkey.exceptions import OutOfMemoryError
@@ -95,6 +95,17 @@ async def test_one_that_leaves_is_gone_at_once_and_its_last_words_are_heard(serv
         assert one.replicas.unheard_s > 0.0
         last, lost = one.fed[-2:]
         assert isinstance(last, PeerHeard) and last.payload == b"0 farewell" and lost == PeerLost("b")
+
+
+async def test_one_that_is_met_before_its_first_lease_has_not_left(server: ValkeyServer) -> None:
+    one = Teller("a", server.url)
+    async with running(one), Valkey.from_url(server.url) as client:
+        await asyncio.sleep(LEASE * 1.1)  # for a lease after joining it would keep all others
+        await client.xadd("{fairlead:pool}:told", {module.ORIGIN: b"b", module.WANTED: b""})
+        await until(lambda: "b" in one.replicas.peers)
+        await asyncio.sleep(LEASE * 0.6)  # it renews its lease, and looks for those of others, every third of a lease
+        assert one.lost == []
+        await until(lambda: one.lost == ["b"])
 
 
 class Cable:

@@ -374,10 +374,13 @@ class ValkeyReplicas(Replicas):
             await client.srem(self._members, *dead)
         there = {name.decode(errors="replace"): lease for name, lease in leases.items() if lease is not None}
         # For one lease after joining, keep peers without a lease: a server that was away may have lost its data, and
-        # the other replicas must first connect and renew their leases too.
-        if time.monotonic() - self._joined_at > self._settings.lease:
+        # the other replicas must first connect and renew their leases too. For as long after meeting one, keep it: it
+        # announces itself before its first lease.
+        now, lasts = time.monotonic(), self._settings.lease
+        if now - self._joined_at > lasts:
             for name in self.peers.keys() - there:
-                self._lose(name)
+                if now - self.peers[name].since > lasts:
+                    self._lose(name)
         for name, lease in there.items():
             peer = self._meet(name)
             if peer is not None:
