@@ -151,7 +151,7 @@ class FlowMetrics:
             show(prefix + "queue_size", "[ALPHA] Requests that wait, by flow.", self._size, **pool)
             show(prefix + "queue_bytes", "[ALPHA] Body bytes of waiting requests, by flow.", self._bytes, **pool)
         prefix, *older = _PREFIXES
-        text = "[ALPHA] 1 = no endpoint can take one more request; above 1 = oversubscribed."
+        text = "[ALPHA] How full the endpoints are on average: 1 = they take no more; above 1 = oversubscribed."
         saturation = follow("gauge", prefix + "pool_saturation", text, of(self._effective), "stage", **pool)
         for name in older:
             show(name + "pool_saturation", text, saturation, **pool)

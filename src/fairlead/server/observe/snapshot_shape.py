@@ -157,7 +157,7 @@ class Queues(Struct, frozen=True, kw_only=True):
     """The queues of flow control; absent while it is off."""
 
     waiting: int
-    #: 1 = no endpoint can take one more request.
+    #: How full the endpoints are on average; 1 = they take no more.
     saturation: float
     delay_s: float
     wanted_endpoints: int
@@ -478,7 +478,7 @@ def _pressure(watch: Watch, queues: Queues | None, schedulers: int) -> Iterable[
         oldest = max(band.oldest_s for band in queues.bands)
         if oldest >= _LONG_WAIT:
             whose = "the" if schedulers == 1 else "this scheduler's"
-            what = f": {queues.waiting:,}, the longest for {_seconds(oldest)}; no endpoint has room for more."
+            what = f": {queues.waiting:,}, the longest for {_seconds(oldest)}; no endpoint that can serve has room."
             yield Notice(WATCH, "waiting", f"Requests wait in {whose} queue", detail=what, runbook="FairleadSaturated")
 
 

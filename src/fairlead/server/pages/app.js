@@ -84,7 +84,7 @@ function figures() {
   figure("ready", count(endpoints.filter((row) => row.state !== "out").length));
   figure("endpoints", count(endpoints.length));
   figure("waiting", queues ? count(queues.waiting) : DASH);
-  figure("queue_note", queues ? `saturation ${decimal(queues.saturation, 2)}; 1 = no endpoint has room` : "flow control is off; requests are sent immediately");
+  figure("queue_note", queues ? `saturation ${decimal(queues.saturation, 2)}; 1 = endpoints are full on average` : "flow control is off; requests are sent immediately");
   figure("ttft_p50", milliseconds(latency.ttft.p50));
   figure("ttft_p95", milliseconds(latency.ttft.p95));
   figure("hit_rate", percent(totals.prompt_tokens ? totals.hit_tokens / totals.prompt_tokens : null, 1));

@@ -225,7 +225,7 @@ def test_a_long_queue(scene):
     band = BandRow(priority=0, waiting=3, bytes=9, flows=1, oldest_s=7.4, delay_s=2.0, used=0.1)
     scene.queues = Queues(waiting=3, saturation=1.0, delay_s=2.0, wanted_endpoints=4, bands=[band])
     assert scene.told() == [
-        ("watch", "Requests wait in the queue: 3, the longest for 7 s; no endpoint has room for more.")
+        ("watch", "Requests wait in the queue: 3, the longest for 7 s; no endpoint that can serve has room.")
     ]
     scene.schedulers = 2
     assert scene.told()[0][1].startswith("Requests wait in this scheduler's queue: 3, the longest")
