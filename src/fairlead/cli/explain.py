@@ -84,7 +84,8 @@ def _candidates(console: Console, explanation: dict[str, Any], top: int) -> None
     if not explanation["reproduced"]:
         _say(
             console,
-            "note: this policy has memory or uses chance, so asked again it rates differently. Totals are as recorded.",
+            "note: this policy has memory, uses chance or was changed since, so asked again it rates differently. "
+            "Totals are as recorded.",
         )
 
 
@@ -110,6 +111,7 @@ def _row(table: Table, candidate: "Candidate", costs: bool, *further: str) -> No
 
 def _wide(candidates: "Sequence[Candidate]", costs: bool) -> Table:
     names = list(candidates[0].terms) if candidates else []
+    names = [] if names == ["cost"] else names  # the total says it
     table = _table(costs, *names, "cached", "queued", "running", "KV", "needed to tie")
     for candidate in candidates:
         sign = -1.0 if costs else 1.0

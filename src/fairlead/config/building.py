@@ -59,6 +59,10 @@ def schedulers(config: Config) -> dict[str, SchedulerSettings]:
     return by_role
 
 
+#: So many policies are remembered, to explain what they decided before they were replaced.
+_KEPT = 8
+
+
 class _Built(Struct, frozen=True):
     config: Config
     scheduling: Scheduling
@@ -86,6 +90,8 @@ class SchedulingBuilder:
         self._registry = registry
         self._on_answer = on_answer
         self._last: _Built | None = None
+        #: What makes a fresh copy of each policy that decided, by its name, the newest last.
+        self._makers: dict[str, Callable[[], Policy]] = {}
 
     def __call__(self, config: Config) -> Scheduling:
         """Build a configuration. Raises `PluginError`, or `ConfigError` if the configuration was never checked."""
@@ -114,7 +120,16 @@ class SchedulingBuilder:
             on_trial=on_trial,
         )
         self._last = _Built(config, built, canary)
+        if canary is not None:
+            self._keep(canary.name, lambda: build_entry(config.canary.policy, config, registry=self._registry))
+        self._keep(base.name, lambda: build_policy(config, registry=self._registry))
         return built
+
+    def _keep(self, name: str, make: Callable[[], Policy]) -> None:
+        self._makers.pop(name, None)
+        self._makers[name] = make
+        if len(self._makers) > _KEPT:
+            del self._makers[next(iter(self._makers))]
 
     @property
     def scheduling(self) -> Scheduling:
@@ -122,10 +137,11 @@ class SchedulingBuilder:
         assert self._last is not None, "something was built"
         return self._last.scheduling
 
-    def fresh(self) -> Policy:
-        """A new copy of the configured policy that has learned nothing, for explaining decisions."""
+    def fresh(self, name: str) -> Policy:
+        """A new copy of the policy with this name that has learned nothing, for explaining decisions: as it was last
+        configured, also if another one has replaced it. The configured policy if none of the last ones had the name."""
         assert self._last is not None, "something was built"
-        return build_policy(self._last.config, registry=self._registry)
+        return self._makers.get(name, self._makers[self._last.scheduling.base.name])()
 
     def _canary_policy(self, config: Config, last: _Built | None) -> Policy | None:
         canary = config.canary

@@ -152,7 +152,7 @@ def _passed_over(chosen: Candidate, rival: Candidate, prefill: str) -> str:
         return "it was not open"
     if chosen.free_cache - rival.free_cache > AS_FREE and abs(rival.behind or 0.0) <= _NEAR * abs(rival.total or 0.0):
         free = f"{chosen.free_cache:.0%} against {rival.free_cache:.0%}"
-        return f"they are nearly equal, and {chosen.endpoint} has more free cache ({free})"
+        return f"they are nearly equal, and prompts sent to {chosen.endpoint} leave more of its cache free ({free})"
     return "the policy chose at random, or to keep a latency objective"
 
 

@@ -61,6 +61,21 @@ def test_a_scheduler_keeps_its_connection_and_counts_behind_another_policy() -> 
     assert (other.connected, other.stats.asked) == (False, 0)
 
 
+def test_what_decided_before_can_be_asked_again() -> None:
+    build = SchedulingBuilder()
+    text = "policy: {type: default, parameters: {interference: 0}}\ncanary: {policy: least-requests, percent: 9}"
+    build(config(text))
+    build(config("policy: round-robin"))
+    names = "cost-model", "least-requests", "round-robin", "never-configured"
+    assert [build.fresh(name).name for name in names] == [*names[:3], "round-robin"]
+    past: Any = build.fresh("cost-model")
+    assert past.weights.interference == 0.0
+    assert build.fresh("cost-model") is not past
+    for number in range(20):
+        build(config(f"policy: round-robin\nledger: {{leaseTtl: {number + 1}s}}"))
+    assert build.fresh("cost-model").name == "cost-model", "only those with other names push it out"
+
+
 def test_a_canary_goes_on_counting_until_something_of_it_changes() -> None:
     build = SchedulingBuilder()
     text = "canary: {policy: round-robin, percent: 50}\n"

@@ -2,10 +2,22 @@
 
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from math import isfinite
 from typing import Any
 
-from fairlead.core.demand import DECODE, PREFILL, Demand, Load, MaySplit, Objective, PeersLoad, Totals
+from fairlead.core.demand import (
+    DECODE,
+    LEAST_LEFT,
+    PREFILL,
+    SPREAD,
+    Demand,
+    Load,
+    MaySplit,
+    Objective,
+    PeersLoad,
+    Totals,
+)
 from fairlead.core.endpoint import MODEL_LABEL, STAGES, Endpoint
 from fairlead.core.errors import PluginError
 from fairlead.core.fleet import Fleet
@@ -203,17 +215,19 @@ class Watch:
         self.count()
         return self.journal.each(count)
 
-    def decision(self, name: str, make_policy: Callable[[], Policy] | None = None) -> dict[str, Any] | None:
+    def decision(self, name: str, make_policy: Callable[[str], Policy] | None = None) -> dict[str, Any] | None:
         """One decision in full, by its id or the client's request id; `None` = it is not among the last ones.
 
-        `make_policy` returns a fresh copy of the present policy, to compute the reasons; `None` = only recorded values.
+        `make_policy` returns a fresh copy of the policy with a name, to compute the reasons; `None` = only recorded
+        values.
         """
         self.count()
         recorded = self.journal.find(name, self.decision_id)
         if recorded is None:
             return None
         decision_id = self.decision_id(recorded[0].request.id) if self.decision_id else None
-        return {**explained(*recorded, make_policy), "decision_id": decision_id}
+        make = None if make_policy is None else partial(make_policy, recorded[0].policy)
+        return {**explained(*recorded, make), "decision_id": decision_id}
 
     def desired_endpoints(self, role: str = "") -> int | None:
         """How many endpoints the pool's load needs; `None` = too little is known of the load. A standby knows nothing:
@@ -231,9 +245,11 @@ class Watch:
         if demand.out_of_reach_ms and not self._out_of_reach_logged:
             self._out_of_reach_logged = True
             log.warning(
-                "the objective autoscaling.tpot is hardly within reach: more replicas do not make steps shorter",
+                "the objective autoscaling.tpot is hardly within reach: it allows steps of allowed_ms at most, since "
+                "the time per token varies and load needs room; more replicas do not make steps shorter",
                 tpot_ms=demand.objective.tpot_ms,
                 step_ms=round(demand.out_of_reach_ms, 1),
+                allowed_ms=round(demand.objective.tpot_ms * (1.0 - LEAST_LEFT) / SPREAD, 1),
             )
         return desired
 

@@ -27,7 +27,7 @@ function parts(found) {
     made.push(make("ul", { class: "why" }, ...explanation.why.map((line) => make("li", {}, line))));
     if (!explanation.reproduced) {
       made.push(make("p", { class: "empty" },
-        "This policy has a memory or uses random numbers, so its ratings cannot be repeated. Totals are the recorded ones."));
+        "This policy has a memory, uses random numbers or was changed since, so its ratings cannot be repeated. Totals are the recorded ones."));
     }
     made.push(candidates(explanation));
   } else {
@@ -76,7 +76,8 @@ function facts(found) {
 function candidates(explanation) {
   const costs = explanation.unit === "ms";
   const sign = costs ? -1 : 1;
-  const terms = Object.keys(explanation.candidates[0]?.terms ?? {});
+  const names = Object.keys(explanation.candidates[0]?.terms ?? {});
+  const terms = names.length === 1 && names[0] === "cost" ? [] : names; // the total says it
   const unit = costs ? "ms" : "points";
   const heads = ["Endpoint", "Cached tokens", "Queued tokens", "Running", "KV cache",
     ...terms.map((term) => `${term}, ${unit}`), costs ? "Cost, ms" : "Total, points", `Behind, ${unit}`, "Needed to tie"];

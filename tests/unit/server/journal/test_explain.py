@@ -191,7 +191,7 @@ def test_who_cost_less_and_has_less_free_cache_is_named(crowded: list[DecisionRe
         found = explain(fresh, record.request, record.trace, record.endpoint)
         chosen, *others = found.candidates
         for rival in others:
-            if any(line.startswith(rival.endpoint) and "has more free cache" in line for line in found.why):
+            if any(line.startswith(rival.endpoint) and "leave more of its cache free" in line for line in found.why):
                 assert rival.behind is not None and rival.behind < 0 and rival.free_cache < chosen.free_cache
                 told += 1
     assert told > 5
@@ -374,7 +374,7 @@ async def test_the_admin_page_of_one_decision(recorded: Any) -> None:
         unready=list,
         endpoints=watch.endpoints,
         decisions=watch.decisions,
-        decision=lambda name: watch.decision(name, maker()),
+        decision=lambda name: watch.decision(name, lambda policy: maker()()),
     )
     record = records(recorded)[-1]
     async with TestClient(TestServer(Admin(sources).make_app())) as client:
