@@ -172,11 +172,12 @@ def spawn_tied(command: list[str]) -> int:
 
 def reap_adopted() -> None:
     """Collect ended processes that this one adopted, as process 1 of a container does. Our own children each lead a
-    process session, and who started them collects them."""
-    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitid(os.P_ALL, 0, options)) and os.getsid(ended.si_pid) != ended.si_pid:
-            os.waitpid(ended.si_pid, os.WNOHANG)
+    process session, and who started them collects them. An adopted leader of one is left alone, too."""
+    for children in Path("/proc/self/task").glob("*/children"):
+        for pid in map(int, children.read_text(encoding="utf-8").split()):
+            with contextlib.suppress(ChildProcessError, ProcessLookupError):  # somebody else has collected it
+                if os.getsid(pid) != pid:
+                    os.waitpid(pid, os.WNOHANG)
 
 
 class Keeper:

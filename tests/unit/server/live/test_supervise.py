@@ -115,7 +115,9 @@ async def test_a_first_scheduler_that_cannot_start_ends_all_with_its_code(code: 
 async def test_processes_that_a_dead_scheduler_leaves_are_collected(tmp_path: Path) -> None:
     """As process 1 of a container, the parent adopts them. Exit codes of its own children are not lost."""
     left = tmp_path / "left"
-    first = f"import os; pid = os.fork()\nif pid: open({str(left)!r}, 'w').write(str(pid)); os._exit(1)\nos.read(0, 1)"
+    leader = "if not os.fork(): os.setsid(); os._exit(0)"
+    told = f"if pid: open({str(left)!r}, 'w').write(str(pid)); os._exit(1)"
+    first = f"import os\n{leader}\npid = os.fork()\n{told}\nos.read(0, 1)"
     held, release = os.pipe()
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
