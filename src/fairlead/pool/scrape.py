@@ -131,6 +131,8 @@ class Target(Struct, eq=False):
     due: float = -1.0
     started: float = 0.0
     in_flight: bool = False
+    #: Whether the scrape in flight has its time once more.
+    extended: bool = False
     retried: bool = False
     fast: bool = False
     fails: int = 0
@@ -269,7 +271,7 @@ class SecureFetcher:
 # * One timer serves all endpoints: due times lie on a 50 ms grid in one heap. Groups of endpoints share a due time, so
 #   one wake-up starts several scrapes. An endpoint never has two scrapes in flight.
 # * A failure (a timeout is one) doubles the interval, with jitter, up to `backoff_cap_s`. Every failure is fed.
-#   If the timer of a timeout is late, the scrape has the time again: the page may be there, and this process too slow.
+#   If the timer of a timeout is late, the scrape has the time once more: the page may be there, and this process slow.
 #   If the server has closed a kept connection, the request is repeated at once on a new one; this is no failure.
 # * The page of an engine that sleeps counts as a failure: the engine processes no requests.
 # * A sample is fed if it differs from the last one, if the endpoint is busy or awake, and at least once within
@@ -446,7 +448,8 @@ class Scraper:
             when, _, target = heapq.heappop(heap)
             if when != target.due:
                 continue  # an outdated entry: the target was rescheduled or removed
-            if target.in_flight and now - when > GRID:
+            if target.in_flight and now - when > GRID and not target.extended:
+                target.extended = True
                 self._schedule(target, now + self._options.timeout_s)
             elif target.in_flight:
                 target.drop()
@@ -463,7 +466,7 @@ class Scraper:
 
     def _start(self, target: Target, now: float) -> None:
         target.started = now
-        target.in_flight = True
+        target.in_flight, target.extended = True, False
         self.awake.discard(target.endpoint.id)
         self._schedule(target, now + self._options.timeout_s)
         if target.address.scheme == "https" or self._options.token_file:

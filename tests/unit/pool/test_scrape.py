@@ -412,6 +412,11 @@ async def test_a_scrape_has_more_time_if_this_process_was_too_slow_to_see_the_pa
     assert len(server.links) == 1 and bench.scraper.stats.failed == 0
     await bench.world.advance(OPTIONS.idle_s + OPTIONS.timeout_s)
     assert bench.failures == ["no answer within 1 s"], "from then on, time counts as ever"
+    before = len(bench.failures)
+    for _ in range(10):  # it is slow all the time
+        bench.world.now += 2 * OPTIONS.timeout_s
+        await bench.world.advance(2 * GRID)
+    assert len(bench.failures) > before, "a server that never answers is found all the same"
 
 
 async def test_a_kept_connection_that_the_server_closed_is_replaced_without_a_failure(bench: Bench) -> None:
