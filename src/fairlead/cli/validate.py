@@ -109,7 +109,7 @@ def _readers(config: "Config") -> "Iterator[tuple[str, Callable[[], object]]]":
         from fairlead.server.admin import admin_access
 
         yield "", partial(admin_access, (), config.admin.token_file)
-    if curve is not None:
+    if curve is not None and config.kv_events.enabled:
         from fairlead.pool.kv_events.keys import read_keys
 
         yield "", partial(read_keys, curve, bool(config.kv_events.bind))
@@ -118,6 +118,8 @@ def _readers(config: "Config") -> "Iterator[tuple[str, Callable[[], object]]]":
 
         yield "", partial(read_kubeconfig, Path(config.kubernetes.kubeconfig), config.kubernetes.context)
     for place, section in sections(config):
+        if section is config.replicas and not config.replicas.via:
+            continue
         for name, path in section:
             if path and name in ("cert_dir", "ca_file"):
                 from fairlead.gateway.tls import ServerTls

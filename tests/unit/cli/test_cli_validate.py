@@ -216,7 +216,7 @@ def test_a_certificate_that_does_not_fit_its_key_is_named(tmp_path: Path, capsys
         ),
         ("gateway: {jwt: {issuer: i, jwksFile: there/keys}}", {"keys": "{}"}, "$.gateway.jwt.jwksFile: expected"),
         (
-            "kvEvents: {port: 5557, curve: {publicKeyFile: there/p, secretKeyFile: there/s, serverKey: k}}",
+            "kvEvents: {enabled: true, port: 1, curve: {publicKeyFile: there/p, secretKeyFile: there/s, serverKey: k}}",
             {"p": "x", "s": "x"},
             "$.kvEvents.curve.publicKeyFile: ",
         ),
@@ -238,6 +238,17 @@ def test_files_that_serve_could_not_use_are_named(
     for name in files:
         (there / name).unlink()
     assert validate(file) == 0 or not files, "files that are missing may be elsewhere"
+
+
+@pytest.mark.parametrize(
+    "section",
+    ["replicas: {caFile: ca}", "kvEvents: {port: 1, curve: {publicKeyFile: ca, secretKeyFile: ca, serverKey: k}}"],
+)
+def test_files_of_what_is_off_are_not_read(tmp_path: Path, section: str) -> None:
+    file = tmp_path / "f.yaml"
+    (tmp_path / "ca").write_text("x")
+    file.write_text(f"endpoints: ['10.0.0.1:1']\n{section}\n")
+    assert validate(file) == 0
 
 
 def test_files_that_this_user_cannot_read_are_noted(
