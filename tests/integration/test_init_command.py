@@ -105,7 +105,8 @@ def test_unlike_servers_are_named(stubs: list[str], tmp_path: Path) -> None:
         ((), 2, "name the model servers"),
         (("127.0.0.1:1", "--no-probe", "--pool", "llama"), 2, "--pool"),
         (("127.0.0.1:1", "127.0.0.1"), 2, "error: 127.0.0.1: `port` is missing"),
-        (("https://10.0.0.1:8000/v1",), 2, "error: https://10.0.0.1:8000: 'https://10.0.0.1:8000' is a URL"),
+        (("https://10.0.0.1:8000/v1",), 2, "error: https://10.0.0.1:8000/v1: 'https://10.0.0.1:8000/v1' is a URL"),
+        (("http://me:geheim@10.0.0.1:8000/v1",), 2, "'http://me:***@10.0.0.1:8000/v1' is a URL"),
         (("10.0.0.1:8000", "--prefill", "10.0.0.2:80/x"), 2, "error: 10.0.0.2:80/x: '80/x' is not a port"),
         (("10.0.0.1:8000", "--prefill", "10.0.0.1:8000"), 2, "error: 10.0.0.1:8000: 10.0.0.1:8000 is listed twice"),
         (('1"], x: [', "--no-probe"), 2, "error: "),
@@ -119,7 +120,7 @@ def test_what_cannot_be_writes_nothing(arguments: tuple[str, ...], code: int, sa
 
 
 def test_base_urls_of_clients_are_addresses(tmp_path: Path) -> None:
-    urls = ("http://10.0.0.1:8000/v1", "http://10.0.0.2:8000/v1/,10.0.0.3:8000/v1", "http://[::1]:8000/", "vllm:8000")
+    urls = ("http://10.0.0.1:8000/v1", "http://10.0.0.2:8000/v1/,10.0.0.3:8000/v1", "HTTP://[::1]:8000/", "vllm:8000")
     done = run(tmp_path, "init", "--no-probe", *urls)
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "fairlead.yaml").read_text(encoding="utf-8")

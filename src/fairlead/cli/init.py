@@ -105,7 +105,8 @@ def _listed(words: Iterable[str]) -> list[str]:
     """The addresses in words that have one, or several with commas between them. From the base URL of a client, such as
     `http://10.0.0.1:8000/v1`, its address is taken."""
     addresses = (address for word in words for address in word.replace(",", " ").split())
-    return [re.sub("/(v1/?)?$", "", address.removeprefix("http://")) for address in addresses]
+    urls = ((address, re.fullmatch("(?:http://)?([^/@]+)/?(?:v1/?)?", address, re.I)) for address in addresses)
+    return [url[1] if url is not None else address for address, url in urls]
 
 
 def _check(addresses: list[str]) -> None:
