@@ -102,8 +102,8 @@ class ValkeyReplicas(Replicas):
         scheme = split_via(own.settings.via).scheme
         self._kind = scheme.removesuffix(SENTINEL)
         self._asks_sentinels = scheme.endswith(SENTINEL)
-        #: How often the sentinels were asked.
-        self._attempts = 0
+        #: How often a connection ended or failed.
+        self._failed = 0
         self._alone_since = time.monotonic()
         #: The reasons of the present outage that were logged. The first is often only a closed connection.
         self._logged: set[str] = set()
@@ -250,8 +250,7 @@ class ValkeyReplicas(Replicas):
             raise OSError(f"no sentinel names a primary {name}: {why}")
         most = max(named.values())
         likely = [place for place in named if named[place] == most]
-        self._attempts += 1
-        return f"{self._kind}://{via.user}{likely[self._attempts % len(likely)]}/{''.join(database)}"
+        return f"{self._kind}://{via.user}{likely[self._failed % len(likely)]}/{''.join(database)}"
 
     async def _sentinel(self, where: str, user: str, name: str, options: dict[str, Any]) -> str:
         """Ask one sentinel for HOST:PORT of the primary. Many have no password although the servers have one, so the
@@ -287,6 +286,7 @@ class ValkeyReplicas(Replicas):
 
     def _alone(self, error: Exception) -> None:
         now = time.monotonic()
+        self._failed += 1
         silent = "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__
         problem = f"{self.where}: {str(error) or silent}"
         if isinstance(error, self._read_only):
