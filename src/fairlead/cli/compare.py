@@ -50,10 +50,17 @@ MeasuredJournal = Annotated[
         "--journal", metavar="JOURNAL", help="With --against: compare two measured journals.", show_default=False
     ),
 ]
+_RunOf = Annotated[
+    str,
+    typer.Option("--run", metavar="ID", help="With --against: which run of its journal.", show_default="the last one"),
+]
 FailIf = Annotated[
     list[str] | None,
     typer.Option(help="With --against: exit code 1 if this holds; repeat.", metavar="CONDITION"),
 ]
+
+#: The note about other runs of a journal names so many of them.
+_NAMED = 3
 
 
 def _gate(
@@ -62,6 +69,7 @@ def _gate(
     policies: Sequence[str],
     fail_if: Sequence[str],
     *,
+    run: str,
     load: str,
     servers: int,
     engine: str,
@@ -80,8 +88,9 @@ def _gate(
         with busy(f"simulating {against}" if journal is None else "reading journals"):
             preset = engine_argument(engine)
             simulate = partial(_simulated, load=factor, servers=servers, preset=preset, head=head)
-            before, after, names = _figures(against, journal, policies, failed, simulate)
+            before, after, names = _figures(_chosen(against, run), journal, policies, failed, simulate)
     typer.echo(f"{'':12} {names[0][-20:]:>20} {names[1][-20:]:>20}  change")
+    typer.echo(f"{'requests':12} {before['requests']:>20,.0f} {after['requests']:>20,.0f}")
     for name in FIGURES:
         old, new = before.get(name), after.get(name)
         if old is not None or new is not None:
@@ -100,20 +109,32 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.3f}"
 
 
+def _chosen(journal: Path, run: str = "") -> "Run":
+    """Return a run of a journal, by its id or the last one, and say so if there are others."""
+    from fairlead.lab.simulator.journal import one_run, runs
+
+    chosen = one_run(journal, run)
+    known = {chosen.id, *(each.id for each in chosen.beside)}
+    earlier = [each.id for each in runs(journal) if each.id not in known]
+    if earlier and not run:
+        newest = ", ".join(reversed(earlier[-_NAMED:]))
+        text = f"note: {journal} has {len(earlier)} more runs than the last one, {chosen.id}, which is taken"
+        typer.echo(f"{text}; the newest others: {newest}", err=True)
+    return chosen
+
+
 def _figures(
-    against: Path,
+    base: "Run",
     journal: Path | None,
     policies: Sequence[str],
     failed: list[str],
     simulate: "Callable[[Run, str], Simulation]",
 ) -> tuple[dict[str, float], dict[str, float], tuple[str, str]]:
     """Return the figures and names of both runs. Policies whose plugins failed are added to `failed`, in words."""
-    from fairlead.lab.simulator.journal import one_run
     from fairlead.lab.simulator.result import of_jobs, of_journal
 
-    base = one_run(against)
     if journal is not None:
-        changed = one_run(journal)
+        changed = _chosen(journal)
         notes: list[str] = []
         measured = of_journal(base, notes), of_journal(changed, notes), (base.id, changed.id)
         for note in notes:
@@ -252,6 +273,7 @@ def compare(
     fresh: Annotated[bool, typer.Option("--fresh", help="Do not resume an interrupted run.")] = False,
     against: Against = None,
     journal: MeasuredJournal = None,
+    run: _RunOf = "",
     fail_if: FailIf = None,
     as_json: Annotated[bool, typer.Option("--json", help="Means of each policy on each scenario as JSON.")] = False,
 ) -> None:
@@ -263,9 +285,10 @@ def compare(
     with exits(WRONG_INPUT, ValueError):
         simulated = {"-w": workload, "--seeds": seeds > 1, "--speeds": speeds, "--prefill": prefill, "--fresh": fresh}
         simulated |= {"--cluster": cluster, "--json": as_json}
-        _check_options(against, simulated, {"--journal": journal, "--fail-if": fail_if})
+        _check_options(against, simulated, {"--journal": journal, "--run": run, "--fail-if": fail_if})
     if against is not None:
-        _gate(against, journal, policy or [], fail_if or [], load=load, servers=servers, engine=engine, head=requests)
+        chosen = partial(_gate, run=run, load=load, servers=servers, engine=engine, head=requests)
+        chosen(against, journal, policy or [], fail_if or [])
         return
     from fairlead.lab.simulator.build import ScenarioSpec
     from fairlead.lab.simulator.report import print_comparison, write_report

@@ -199,7 +199,8 @@ def capture(
             there = one_run(journal, run)
             made = take(there, model, key=key, block_size=size, stretch=time_ratio, name=target.stem, refused=refused)
         if not made.workload.records:
-            raise ValueError(f"{journal} holds no request{f' for {model}' if model else ''} that could be repeated")
+            what = f"holds no request{f' for {model}' if model else ''} that could be repeated"
+            raise ValueError(f"run {there.id} of {journal} {what}")
         write_output(target, FORMATS[format].write(made.workload))
     records = made.workload.records
     if as_json:

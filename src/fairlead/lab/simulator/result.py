@@ -253,7 +253,7 @@ def _tpot(decision: DecisionRecord, outcome: OutcomeRecord) -> float:
 def _figures(
     ttft: Iterable[float], tpot: Iterable[float], e2e: Iterable[float], failed: int, count: int, hits: tuple[int, int]
 ) -> dict[str, float]:
-    made: dict[str, float] = {"failed": failed / count if count else 0.0}
+    made: dict[str, float] = {"failed": failed / count if count else 0.0, "requests": count}
     for what, values in (("ttft", list(ttft)), ("tpot", list(tpot)), ("e2e", list(e2e))):
         if values:
             made[f"{what}_mean"] = float(np.mean(values))

@@ -14,7 +14,7 @@ from commands import fairlead
 from fairlead.cli.explain import show
 from fairlead.core.records import DecisionRecord, OutcomeRecord, SplitCosts
 from fairlead.lab.simulator import plan_live
-from fairlead.lab.simulator.journal import one_run
+from fairlead.lab.simulator.journal import one_run, runs
 from fairlead.lab.simulator.plan_live import fit
 from fairlead.lab.simulator.scenarios import headline, parted
 from fairlead.lab.simulator.world import replicas
@@ -244,6 +244,24 @@ def test_the_gate(recorded: Any) -> None:
     )
     assert same.exit_code == 0, same.output
     assert call("sim", "compare", "--against", recorded.path, "--fail-if", "nonsense").exit_code == 2
+
+
+def test_the_gate_says_which_run_it_takes(record_run: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    for run, seconds in (("0000aaaa", 3.0), ("0000bbbb", 1.0)):
+        one = record_run(tmp_path / run, "policy: default", seconds=seconds, run=run).path
+        path.mkdir(exist_ok=True)
+        for number, file in enumerate(sorted(one.glob("*.journal"))):
+            file.rename(path / f"{run}-{number}.journal")
+    ids = [run.id for run in runs(path)]
+    assert len(ids) == 2
+    last = call("sim", "compare", "--against", path, "--policy", "default")
+    assert f"1 more runs than the last one, {ids[1]}" in last.output and ids[0] in last.output
+    former = call("sim", "compare", "--against", path, "--policy", "default", "--run", ids[0])
+    assert "more runs" not in former.output
+    counts = [int(re.search(r"^requests +(\d+)", done.output, re.M)[1]) for done in (former, last)]  # type: ignore[index]
+    assert counts[0] > counts[1] > 0
+    assert call("sim", "compare", "--against", path, "--policy", "default", "--run", "nobody").exit_code == 2
 
 
 def test_a_policy_against_itself_is_the_same_also_with_flow_control(
