@@ -101,7 +101,8 @@ class Gateway(Section):
     response_mode: Literal["streamed", "none"] = Field(
         default="streamed",
         description="How much of a response the scheduler sees. `streamed`: up to the first chunk, so TTFT is known at "
-        "once. `none`: nothing; TTFT is known when the access log reports the request.",
+        "once, or to the end where names are mapped or usage is sampled. `none`: nothing; TTFT is known when the "
+        "access log reports the request.",
     )
     retry: Literal["connect", "unanswered", "hedge"] = Field(
         default="hedge",
@@ -593,7 +594,8 @@ class Inspect(Section):
     usage_sampling: Share = Field(
         default=0.01,
         description="Share of responses that are read to their end, for their token counts. Below 1, at most one "
-        "stream a minute is read. Unless this is 0, the first 20 responses of each model and API are read too.",
+        "stream a minute is read. Unless this is 0, the first 20 responses of each model and API are read too. "
+        "Streams of the OpenAI APIs have counts only if the client sets `stream_options.include_usage`.",
     )
 
 

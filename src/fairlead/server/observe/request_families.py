@@ -135,6 +135,7 @@ class RequestFamilies:
         show(_LLMD + "request_ntpot_seconds", text, self.ntpot)
         show(_OBJECTIVE + "normalized_time_per_output_token_seconds", text, self.ntpot, labels=_MODEL)
         text = "[ALPHA] Time per output token after the first, of streamed responses." + _SAMPLED
+        text += " OpenAI clients must set stream_options.include_usage."
         show(_LLMD + "request_streaming_tpot_seconds", text, self.tpot, bounds=buckets.TPOT)
         show(_OBJECTIVE + "request_tpot_seconds", text, self.tpot, labels=_MODEL)
 
