@@ -42,7 +42,7 @@ class Decision(_Moment):
     prompt_tokens: int
     policy: str
     outcome: str
-    status: int
+    status: int | None
     endpoint: str | None
     address: str | None
     prefill_endpoint: str | None
