@@ -15,7 +15,7 @@ import pytest
 import fairlead
 from fairlead.gateway.envoy.admin import Vitals
 from fairlead.server import supervise
-from fairlead.server.supervise import DRAIN_SECONDS, ENDS, Child, Parent, SchedulerFailed
+from fairlead.server.supervise import DRAIN_SECONDS, ENDS, Child, Parent, SchedulerFailed, reap_adopted
 
 _PR_SET_CHILD_SUBREAPER = 36
 SOURCES = str(Path(fairlead.__file__).parents[1])
@@ -139,6 +139,13 @@ async def test_processes_that_a_dead_scheduler_leaves_are_collected(tmp_path: Pa
             await running
     finally:
         prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def test_exit_codes_of_our_own_children_are_left_to_who_started_them() -> None:
+    own = os.posix_spawn("/bin/sh", ["sh", "-c", "exit 7"], os.environ, setsid=True)
+    os.waitid(os.P_PID, own, os.WEXITED | os.WNOWAIT)
+    reap_adopted()
+    assert os.waitstatus_to_exitcode(os.waitpid(own, 0)[1]) == 7
 
 
 @pytest.mark.parametrize("code", [1, 3])
