@@ -105,6 +105,7 @@ class PoolScheduler:
             await core.state.start()
         stack.push_async_callback(core.connections.close)
         stack.push_async_callback(core.shadows.close)
+        stack.callback(self.watch.look, True)
         if core.warming is not None:
             stack.push_async_callback(core.warming.close)
         self._follow(config, core.builder.scheduling)

@@ -106,18 +106,18 @@ class Counted:
         """`write`: a method of a `Log`."""
         self._write, self._message, self._now = write, message, now
         self._count, self._written_at = 0, -inf
-        self._fields: Mapping[str, object] = {}
+        self._last: object = None
 
-    def happened(self, **fields: object) -> None:
-        """Count once. The line has the fields of the last time."""
-        self._count, self._fields = self._count + 1, fields
+    def happened(self, last: object) -> None:
+        """Count once. The line names the `last` one."""
+        self._count, self._last = self._count + 1, last
         self.look()
 
-    def look(self) -> None:
-        """Write what was not written yet, if it is time. Call this every second or so."""
+    def look(self, at_end: bool = False) -> None:
+        """Write what was not written yet, if it is time or the end. Call this every second or so."""
         now = self._now()
-        if self._count and now - self._written_at >= self.GAP_S:
-            self._write(self._message, requests=self._count, **self._fields)
+        if self._count and (at_end or now - self._written_at >= self.GAP_S):
+            self._write(self._message, requests=self._count, last=self._last)
             self._count, self._written_at = 0, now
 
 

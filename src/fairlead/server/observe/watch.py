@@ -159,7 +159,7 @@ class Watch:
                 fields = {"priority": request.priority, "decision": decision}
                 fields |= {name: text for name, text in whose.items() if text}
                 if record.outcome == LEFT.reason:  # nobody received the status
-                    self._left.happened(**fields)
+                    self._left.happened(decision)
                 else:
                     log.warning("a request was refused", reason=record.outcome, status=record.status, **fields)
         elif len(self._decisions) >= _BATCH:
@@ -435,12 +435,12 @@ class Watch:
             return
         self.metrics.on_fallback(address)
         # The endpoint is not in the field `endpoint`: repeated lines are limited per endpoint (see `log`).
-        self._bypassed.happened(last=address)
+        self._bypassed.happened(address)
 
-    def look(self) -> None:
-        """Log what is counted before it is logged. Call this every second or so."""
-        self._bypassed.look()
-        self._left.look()
+    def look(self, at_end: bool = False) -> None:
+        """Log what is counted before it is logged. Call this every second or so, and at the end."""
+        self._bypassed.look(at_end)
+        self._left.look(at_end)
 
     def on_upload_ended(self, client: str, received: int, reason: str) -> None:
         """Count an upload of `client` that the gateway ended after `received` bytes."""
