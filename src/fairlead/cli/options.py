@@ -310,7 +310,9 @@ def busy(title: str) -> Iterator[Callable[[str], None]]:
 
 
 #: OpenSSL's words if it does not know a certificate's authority.
-_UNKNOWN_AUTHORITY = "self-signed", "self signed", "unable to get local issuer", "unable to verify the first"
+_UNKNOWN_AUTHORITY = (
+    "self-signed", "self signed", "unable to get issuer", "unable to get local issuer", "unable to verify the first"
+)  # fmt: skip
 
 
 def hint_of(reason: object, option: str = "--admin") -> str:

@@ -273,8 +273,8 @@ def _recorded(live: str, last_s: float, spec: "ScenarioSpec") -> "tuple[Scenario
             typer.echo(f"engine fitted to the journal, medians: {said}", err=True)
         else:
             typer.echo(
-                "note: the engine is not fitted to the journal, which has no times of streamed answers that could be "
-                "compared; measure it with `fairlead tune`",
+                "note: the engine could not be fitted to the journal, which needs streamed answers of several tokens; "
+                "measure it with `fairlead tune`",
                 err=True,
             )
     fleet = record.fleet(engine)
