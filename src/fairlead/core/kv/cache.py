@@ -185,8 +185,10 @@ class Repeated(Struct, frozen=True, gc=False):
 
     hashes: list[int]
     batch: int
-    #: How many batches, one after the other, had it.
-    times: int
+    #: The longest store of the batches before, one after the other, that had this beginning or a part of it.
+    longest: list[int]
+    #: How often so many of its blocks were stored.
+    times: dict[int, int]
 
 
 class RankCache(Struct, eq=False):
@@ -298,9 +300,13 @@ class RankCache(Struct, eq=False):
 
     def note_repeated(self, place: tuple[int, Tier], hashes: list[int]) -> None:
         """The beginning of a prompt was stored whose blocks were known."""
-        former = self.repeated.get(place)
-        times = former.times if former is not None and former.hashes == hashes else 0
-        self.repeated[place] = Repeated(hashes, self.batch, times + 1)
+        former, longest, times = self.repeated.get(place), hashes, dict[int, int]()
+        if former is not None:
+            shorter, longer = sorted((former.longest, hashes), key=len)
+            if longer[: len(shorter)] == shorter:
+                longest, times = longer, former.times
+        times[len(hashes)] = times.get(len(hashes), 0) + 1
+        self.repeated[place] = Repeated(hashes, self.batch, longest, times)
 
     def note_emptied(self) -> None:
         self.emptied = _EMPTIED_FOR

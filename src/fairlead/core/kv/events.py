@@ -283,8 +283,8 @@ def _reported(
     * After a report, the prompt's next blocks are the next store of the group, in the same batch. A prompt that is
       computed again has them in the same event, or in a later batch. With asynchronous scheduling (not measured) two
       pieces may share a batch, but seldom does the first one end exactly where the known blocks do.
-    * A prompt that waits for memory is reported again in each batch, until it is computed. Two in a row may as well be
-      one prompt computed again and one reported.
+    * A prompt that waits for memory is reported again in each batch, until it is computed. The reports get shorter if
+      its last blocks are evicted meanwhile. Two in a row may as well be one prompt computed again and one reported.
     * A report that no new block follows cannot be told apart. It counts as copies, so its blocks seem to be cached
       until the engine is restarted, or empties its cache. That is the smaller error: if one of two copies is taken for
       the only one, its removal hides the prompt and all that continue it. Simulated with three engines, each prompt
@@ -296,12 +296,17 @@ def _reported(
     if former is None or former.batch != cache.batch:
         return None
     del cache.repeated[place]
-    # A prompt of full blocks computes its last one again.
-    if event.parent != former.hashes[-1] or (len(hashes) > 1 and held(hashes[0])):
+    reports, waited = former.times, sum(former.times.values()) > 2
+    # A prompt of full blocks computes its last one again. What only reports left is not held.
+    computed_again = len(hashes) > 1 and held(hashes[0]) and not (waited and hashes[0] in former.longest)
+    if event.parent != former.hashes[-1] or computed_again:
         return None
-    times = former.times if former.times > 2 else 1
-    steps = chain.from_iterable(_each(former.hashes, remove) for _ in range(times))
-    return _in_steps(steps, len(former.hashes) * times)
+    if not waited:
+        reports = {len(former.hashes): 1}
+    steps = chain.from_iterable(
+        _each(former.longest[:count], remove) for count, times in reports.items() for _ in range(times)
+    )
+    return _in_steps(steps, sum(count * times for count, times in reports.items()))
 
 
 def _note_repeated(cache: RankCache, place: tuple[int, Tier], event: BlocksStored) -> None:

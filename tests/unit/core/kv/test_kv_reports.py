@@ -193,6 +193,36 @@ def test_a_prompt_that_waits_is_reported_in_each_batch() -> None:
     assert engine.copies(1) == 2
 
 
+def test_a_prompt_that_waits_may_lose_its_last_blocks_meanwhile() -> None:
+    engine = Engine()
+    engine.batch(store(0, 4), store(10, 20))
+    for number in range(20, 25):
+        engine.batch(store(number, number + 1), store(0, 4))
+    engine.batch(removed(4), store(25, 26), store(0, 3))
+    engine.batch(removed(3), store(26, 27), store(0, 2))
+    engine.batch(store(0, 2), store(2, 6))
+    assert [engine.copies(digest) for digest in range(1, 7)] == [1] * 6
+    engine.batch(removed(6, 5, 4, 3))
+    assert engine.hit(6) == 2
+
+
+def test_a_prompt_that_waits_may_find_more_meanwhile() -> None:
+    engine = Engine()
+    engine.batch(store(0, 3))
+    engine.batch(store(0, 3))
+    engine.batch(store(3, 4), store(0, 4))
+    engine.batch(store(0, 4), store(4, 6))
+    assert [engine.copies(digest) for digest in range(1, 7)] == [1] * 6
+
+
+def test_pieces_of_a_prompt_after_a_longer_one_add_copies() -> None:
+    engine = Engine()
+    engine.batch(store(0, 6))
+    engine.batch(store(0, 6))
+    engine.batch(store(0, 4), store(4, 8))
+    assert [engine.copies(digest) for digest in range(1, 9)] == [3] * 6 + [1] * 2
+
+
 def test_a_prompt_of_one_block_that_is_computed_again_adds_a_copy() -> None:
     engine = Engine()
     engine.batch(store(0, 1))
