@@ -199,21 +199,19 @@ def capture(
             there = one_run(journal, run)
             made = take(there, model, key=key, block_size=size, stretch=time_ratio, name=target.stem, refused=refused)
         if not made.workload.records:
-            what = f"holds no request{f' for {model}' if model else ''} that could be repeated"
-            raise ValueError(f"run {there.id} of {journal} {what}")
+            raise ValueError(f"run {there.id} of {journal} holds no request of {model or 'any model'} to repeat")
         write_output(target, FORMATS[format].write(made.workload))
     records = made.workload.records
     if as_json:
+        left_out = {"refused": made.refused, "without_prompt": made.without_prompt}
         figures = {
             "file": str(target),
             "requests": len(records),
             "duration_s": made.workload.duration_s,
             "block_size": size,
             "estimated": {"prompts": made.estimated_prompts, "answers": made.estimated_answers},
-            "left_out": {"refused": made.refused, "without_prompt": made.without_prompt},
-            "notes": there.notes,
         }
-        echo_json(figures)
+        echo_json({**figures, "left_out": left_out, "notes": there.notes})
         return
     typer.echo(f"{target}: {len(records):,} requests over {made.workload.duration_s:,.0f} s, blocks of {size} tokens")
     typer.echo(

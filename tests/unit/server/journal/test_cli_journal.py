@@ -193,7 +193,7 @@ def test_of_several_models_one_is_taken_and_a_simulation_notes_them(
     file, journal = tmp_path / "traffic.jsonl", tmp_path / "journal"
     record_run(journal, model="big", seconds=2.0)
     none = call("journal", "capture", journal, "--out", file, "--model", "small")
-    assert none.exit_code == 2 and "holds no request for small" in none.output
+    assert none.exit_code == 2 and "holds no request of small to repeat" in none.output
     assert call("journal", "capture", journal, "--out", file, "--model", "big").exit_code == 0
     assert "note:" not in call("sim", "run", file).output
     text = file.read_text()
@@ -328,7 +328,7 @@ def test_the_roles_of_the_pool_are_simulated(record_run: Callable[..., Any], tmp
 def test_plan_says_that_unstreamed_answers_fit_nothing(record_run: Callable[..., Any], tmp_path: Path) -> None:
     path = record_run(tmp_path / "journal", seconds=3.0, fields={"stream": False}).path
     done = call("plan", "--live", path, "--out", tmp_path / "plan", "-n", 10, *QUICK, "--slo", "e2e_p90=90s")
-    assert "note: the engine is not fitted to the journal" in done.stderr and "engine as learned" in done.stdout
+    assert "note: the engine could not be fitted to the journal" in done.stderr and "engine as learned" in done.stdout
 
 
 @pytest.mark.simulation
