@@ -234,6 +234,9 @@ class RankCache(Struct, eq=False):
     #: Batches begun so far; and by group and tier, the last known beginning that was stored, for one batch more.
     batch: int = 0
     repeated: dict[tuple[int, Tier], Repeated] = {}
+    #: By the last block of each beginning of this batch that was computed, as a group shows which did not hold it: the
+    #: groups and tiers whose store of it has been judged.
+    computed: dict[int, set[tuple[int, Tier]]] = {}
     #: How many snapshots are being made of it. Its feed begins no batch meanwhile.
     holds: int = 0
 
@@ -295,6 +298,7 @@ class RankCache(Struct, eq=False):
 
     def begin_batch(self) -> None:
         self.batch += 1
+        self.computed.clear()
         if self.repeated:
             self.repeated = {place: each for place, each in self.repeated.items() if each.batch == self.batch - 1}
 

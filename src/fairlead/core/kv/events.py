@@ -127,8 +127,7 @@ def _store(index: KvIndex, cache: RankCache, event: BlocksStored, now: float) ->
                     return None
                 cache.sparse |= _token_count(event) > event.block_size * len(hashes)
                 undo = _reported(cache, place, event, tail.copies.__contains__, tail.remove)
-                if all(digest in tail.copies for digest in hashes[-needed:]):
-                    _note_repeated(cache, place, event)
+                _note_beginning(cache, place, event, all(digest in tail.copies for digest in hashes[-needed:]))
                 if not cache.units and event.tokens:
                     return _both(undo, _store_sole(index, cache, tail, event))
                 return _both(undo, _in_steps(_each(hashes, partial(index.store_tail, cache, tail)), len(hashes)))
@@ -283,6 +282,9 @@ def _reported(
     * After a report, the prompt's next blocks are the next store of the group, in the same batch. A prompt that is
       computed again has them in the same event, or in a later batch. With asynchronous scheduling (not measured) two
       pieces may share a batch, but seldom does the first one end exactly where the known blocks do.
+    * Another request may find the blocks of a prompt that is computed again in the same batch, and continue them. If a
+      window was gone, its group tells, since it did not hold its blocks. With `prompt_logprobs` nothing tells: such
+      copies, which end where the known blocks do, are taken for a report.
     * A prompt that waits for memory is reported again in each batch, until it is computed. The reports get shorter if
       its last blocks are evicted meanwhile. Two in a row may as well be one prompt computed again and one reported.
     * A report that no new block follows cannot be told apart. It counts as copies, so its blocks seem to be cached
@@ -296,6 +298,10 @@ def _reported(
     if former is None or former.batch != cache.batch:
         return None
     del cache.repeated[place]
+    judged = cache.computed.get(former.hashes[-1])
+    if judged is not None and place not in judged:
+        judged.add(place)
+        return None
     reports, waited = former.times, sum(former.times.values()) > 2
     # A prompt of full blocks computes its last one again. What only reports left is not held.
     computed_again = len(hashes) > 1 and held(hashes[0]) and not (waited and hashes[0] in former.longest)
@@ -309,10 +315,14 @@ def _reported(
     return _in_steps(steps, sum(count * times for count, times in reports.items()))
 
 
-def _note_repeated(cache: RankCache, place: tuple[int, Tier], event: BlocksStored) -> None:
-    """Remember a store whose blocks were known, for `_reported`. A prompt of exactly one block is always computed
-    again, and shared storage counts no copies."""
-    if len(event.hashes) > 1 and not event.parent and cache.slot != EVERYONE:
+def _note_beginning(cache: RankCache, place: tuple[int, Tier], event: BlocksStored, known: bool) -> None:
+    """Remember a store, and whether its blocks were known, for `_reported`. A prompt of exactly one block is always
+    computed again, and shared storage counts no copies."""
+    if event.parent or not event.hashes or cache.slot == EVERYONE:
+        return
+    if not known:
+        cache.computed.setdefault(event.hashes[-1], set()).add(place)
+    elif len(event.hashes) > 1:
         cache.note_repeated(place, event.hashes)
 
 
@@ -375,8 +385,8 @@ class _Store:
         self._new += self._index.store(self._shelf, hashes, keys, self._depth)
         self._before = keys[-1]
         self._depth += len(hashes)
-        if self._depth == len(self._event.hashes) and not self._new:
-            _note_repeated(self._shelf.cache, (self._shelf.group, self._shelf.tier), self._event)
+        if self._depth == len(self._event.hashes):
+            _note_beginning(self._shelf.cache, (self._shelf.group, self._shelf.tier), self._event, not self._new)
 
     def _keep_orphans(self, hashes: list[int], tokens: bytes, extras: Sequence[tuple[str, ...]] | None) -> None:
         shelf, event, orphans = self._shelf, self._event, self._index.orphans

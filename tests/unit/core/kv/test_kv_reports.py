@@ -158,6 +158,56 @@ def test_a_beginning_that_lost_its_window_adds_copies() -> None:
     assert engine.hit(12) == 12
 
 
+def computed(start: int, end: int, kept: int, window_first: bool) -> list[BlocksStored]:
+    """A hybrid model computes blocks."""
+    events = [store(start, end, 1, "sliding_window", kept), store(start, end, 0, "full_attention")]
+    return events if window_first else events[::-1]
+
+
+@pytest.mark.parametrize("window_first", [True, False])
+def test_a_beginning_without_its_window_is_computed_for_several_requests_at_once(window_first: bool) -> None:
+    """The others find it in the same batch, and continue it, or report it before."""
+    engine = Engine()
+    engine.batch(*computed(0, 4, 2, window_first))
+    engine.batch(BlocksRemoved([3, 4], "GPU", 1))
+    engine.batch(*computed(0, 4, 2, window_first), *computed(4, 6, 2, window_first))
+    assert [engine.copies(digest) for digest in range(1, 7)] == [2] * 4 + [1] * 2
+    engine.batch(removed(4, 3, 2, 1))
+    assert engine.hit(6) == 6
+    engine.batch(removed(6, 5), BlocksRemoved([6, 5, 4, 3], "GPU", 1))
+    reported = computed(0, 4, 4, window_first)
+    engine.batch(*computed(0, 4, 2, window_first), *reported, *computed(4, 7, 2, window_first))
+    assert engine.copies(1) == 2
+
+
+@pytest.mark.parametrize(("gone", "copies"), [(BlocksRemoved([3, 4], "GPU", 1), 2), (removed(4), 1)])
+def test_a_group_that_held_a_beginning_counts_it_as_one_that_did_not(gone: BlocksRemoved, copies: int) -> None:
+    engine = Engine()
+
+    def of_three_groups(start: int, end: int) -> list[BlocksStored]:
+        return [store(start, end, 2, "sliding_window", 2), *computed(start, end, 2, window_first=True)]
+
+    engine.batch(*of_three_groups(0, 4))
+    engine.batch(gone)
+    engine.batch(*of_three_groups(0, 4), *of_three_groups(4, 6))
+    assert engine.copies(3) == engine.cache.tails[2].copies[4] == 2
+    assert engine.copies(4) == copies
+
+
+def test_a_new_prompt_that_is_reported_at_once_has_one_copy() -> None:
+    engine = Engine()
+    engine.batch(*computed(0, 4, 2, True), *computed(0, 4, 4, True), *computed(4, 6, 2, True))
+    assert [engine.copies(digest) for digest in range(1, 7)] == [1] * 6
+
+
+def test_copies_that_another_request_continues_at_once_are_taken_for_a_report() -> None:
+    """A limit: with `prompt_logprobs`, no event tells that the beginning was computed again."""
+    engine = Engine()
+    engine.batch(store(0, 4))
+    engine.batch(store(0, 4), store(4, 6))  # the engine has two copies of 1 to 4
+    assert [engine.copies(digest) for digest in range(1, 7)] == [1] * 6
+
+
 def test_pieces_of_a_prompt_in_one_batch_add_copies() -> None:
     """The first one ends within the known blocks."""
     engine = Engine()
