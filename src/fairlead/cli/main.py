@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from errno import ENOSPC
 from io import TextIOWrapper
-from types import FrameType
 from typing import NoReturn
 
 from fairlead.cli.commands import overview
@@ -105,10 +104,10 @@ def _terminable() -> Iterator[list[int]]:
     that is empty until SIGTERM arrives."""
     came: list[int] = []
 
-    def terminate(number: int, frame: FrameType | None) -> None:
+    def terminate(number: int, _: object) -> None:
         came.append(number)
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start background jobs with SIGINT ignored
-            signal.default_int_handler(number, frame)  # a `raise` here would count as the plugin's that runs
+            raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
     try:

@@ -10,7 +10,7 @@ from fairlead.config.builtins import BYTES_PER_TOKEN, HASH_BLOCK_SIZE, a_kind
 from fairlead.config.problems import Problem, Report
 from fairlead.config.registry import Registry, takes_filters
 from fairlead.config.schema import Config, PluginSpec, PolicySpec
-from fairlead.core.errors import PluginError, described
+from fairlead.core.errors import PASSING, PluginError, described
 from fairlead.core.policy import Filter, Picker, Policy, ReportsErrors, Scorer, clamped
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.profile import Profile
@@ -67,7 +67,9 @@ def make(spec: PluginSpec, registry: Registry, **more: Any) -> Any:
     try:
         plugin = registered.cls(spec.parameters, name=spec.name, **more)
         return _GUARDS[spec.kind](plugin) if registered.foreign and spec.kind in _GUARDS else plugin
-    except Exception as error:
+    except PASSING:
+        raise
+    except BaseException as error:
         why = described(error)
         called_here = error.__traceback__ is not None and error.__traceback__.tb_next is None  # not from inside
         if isinstance(error, TypeError) and called_here:

@@ -16,7 +16,7 @@ from msgspec import Struct, field
 from pydantic import BaseModel
 
 from fairlead.config.builtins import ALIASES, BUILTINS, METHODS, Kind
-from fairlead.core.errors import PluginError, described
+from fairlead.core.errors import PASSING, PluginError, described
 from fairlead.plugins.params import NoParams
 
 if TYPE_CHECKING:
@@ -106,7 +106,9 @@ class Registry:
             raise PluginError(name, f"is offered more than once, by {sources}")
         try:
             cls = points[0].load()
-        except Exception as error:
+        except PASSING:
+            raise
+        except BaseException as error:
             raise PluginError(name, f"of {sources} could not be loaded: {described(error)}") from error
         fault = _fault(cls)
         if fault:

@@ -1,7 +1,6 @@
 """The exceptions, one per party at fault. A refused request is a value (`instructions.Reject`), not an exception."""
 
 from errno import EADDRINUSE, EADDRNOTAVAIL
-from opcode import opmap
 
 #: Beginning of the admin port's answer to paths that it does not serve, so that misdirected clients recognise it.
 ADMIN_PORT = "this is Fairlead's admin port"
@@ -133,15 +132,9 @@ class Stray(Exception):
 PLUGIN_FAILURES = (Exception, SystemExit, NeverReturned)
 
 
-def is_stray(error: BaseException) -> bool:
-    """Whether a plugin raised what is none of `PLUGIN_FAILURES`. Ctrl+C is not the plugin's: Python handles signals
-    between two instructions and in functions written in C, never at a `raise`."""
-    if not isinstance(error, KeyboardInterrupt):
-        return not isinstance(error, (*PLUGIN_FAILURES, EndsThread))
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code.co_code[trace.tb_lasti] == opmap["RAISE_VARARGS"]
+#: What passes through a plugin's call without being its failure. Ctrl+C may come as a plugin's own `raise`: that of
+#: `asyncio.run`.
+PASSING = (EndsThread, KeyboardInterrupt)
 
 
 def of_plugin(plugin: str, error: BaseException) -> PluginError:

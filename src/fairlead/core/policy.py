@@ -20,7 +20,7 @@ from msgspec import Struct, structs
 
 from fairlead.core.columns import BoolColumn, FloatColumn, read_only
 from fairlead.core.cost import Terms, Weights
-from fairlead.core.errors import PLUGIN_FAILURES, REST_S, PluginError, Stray, described, hung, is_stray, rests_until
+from fairlead.core.errors import PASSING, PLUGIN_FAILURES, REST_S, PluginError, Stray, described, hung, rests_until
 from fairlead.core.records import Trace
 from fairlead.core.request import Request
 from fairlead.core.table import FLOATS
@@ -398,7 +398,7 @@ def interruptible(call: Callable[[*Args], T], *args: *Args) -> T:
     try:
         return call(*args)
     except BaseException as error:
-        if is_stray(error):
+        if not isinstance(error, (*PLUGIN_FAILURES, *PASSING)):
             raise Stray from error
         raise
 

@@ -81,12 +81,20 @@ def test_one_that_breaks_at_import_stops_the_start_and_is_named(site: Path, comm
     assert "Traceback" not in said
 
 
-def test_one_that_cannot_be_made_stops_the_start_too(site: Path) -> None:
+def test_one_that_exits_at_import_is_named_too(site: Path) -> None:
     module = site / "fairlead_example_plugin" / "__init__.py"
-    broken = module.read_text().replace("self.name = name", "raise RuntimeError('no licence')")
+    module.write_text("import sys\nsys.exit(7)\n" + module.read_text())
+    done = run(site, "-m", "fairlead", "validate", str(EXAMPLE / "fairlead.yaml"))
+    assert (done.returncode, "could not be loaded: SystemExit: 7 (__init__.py, line 2)" in done.stdout) == (2, True)
+
+
+@pytest.mark.parametrize("error", ["RuntimeError", "SystemExit", "GeneratorExit"])
+def test_one_that_cannot_be_made_stops_the_start_too(site: Path, error: str) -> None:
+    module = site / "fairlead_example_plugin" / "__init__.py"
+    broken = module.read_text().replace("self.name = name", f"raise {error}('no licence')")
     module.write_text(broken)
     done = run(site, "-m", "fairlead", "serve", str(EXAMPLE / "fairlead.yaml"), "--scheduler-only")
-    assert (done.returncode, "RuntimeError: no licence (__init__.py, line " in done.stderr) == (2, True)
+    assert (done.returncode, f"{error}: no licence (__init__.py, line " in done.stderr) == (2, True)
     assert "Traceback" not in done.stderr
 
 

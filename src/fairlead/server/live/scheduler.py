@@ -57,7 +57,7 @@ _STOPPING = "shutting down"
 #: Seconds between two checks while something is waited for.
 _POLL = 0.05
 #: Seconds in which a gateway notices that this scheduler is not ready: two health checks of `fairlead envoy config`.
-_NOTICE_S = 2.5
+NOTICE_S = 2.5
 #: The default limit of `parsing.maxBufferedBytes`; lower on machines with little memory.
 _MOST_BUFFERED = 128 << 20
 
@@ -302,7 +302,7 @@ class Live:
         the ends of requests and never ends by itself, so it is closed after the last request."""
         loop = asyncio.get_running_loop()
         until = loop.time() + DRAIN_SECONDS
-        notice_s = _NOTICE_S if self._is_checked() else 0.0
+        notice_s = NOTICE_S if self._is_checked() else 0.0
         self._set_ready("stop", _STOPPING)
         await asyncio.sleep(notice_s)
         self.serving.empty_queue()  # only now, because a stopped queue refuses new requests

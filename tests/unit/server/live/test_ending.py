@@ -187,7 +187,7 @@ async def test_a_gateway_that_checks_its_health_notices_before_it_closes(tmp_pat
 async def test_nobody_waits_for_a_gateway_that_has_no_other_scheduler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fairlead.server.live.scheduler._NOTICE_S", 600.0)
+    monkeypatch.setattr("fairlead.server.live.scheduler.NOTICE_S", 600.0)
     async with checked(tmp_path, "") as (live, run, _):
         live.stop()
         await run
@@ -195,7 +195,7 @@ async def test_nobody_waits_for_a_gateway_that_has_no_other_scheduler(
 
 async def test_a_second_signal_refuses_who_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the gateway sends them past the schedulers, to endpoints that are full."""
-    monkeypatch.setattr("fairlead.server.live.scheduler._NOTICE_S", 600.0)
+    monkeypatch.setattr("fairlead.server.live.scheduler.NOTICE_S", 600.0)
     refused = list[bool]()
     async with checked(tmp_path, SHARED) as (live, run, _):
         monkeypatch.setattr(live.serving, "empty_queue", lambda: refused.append(True))
