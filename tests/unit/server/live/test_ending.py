@@ -206,3 +206,14 @@ async def test_a_second_signal_refuses_who_waits(tmp_path: Path, monkeypatch: py
         os.kill(os.getpid(), signal.SIGTERM)
         await run
     assert refused
+
+
+async def test_lines_that_count_are_written_in_time(busy: Busy, monkeypatch: pytest.MonkeyPatch) -> None:
+    serving, looks = busy.live.serving, list[bool]()
+    assert isinstance(serving, PoolScheduler)
+    monkeypatch.setattr(serving.watch, "look", lambda at_end=False: looks.append(at_end))
+    serving.turned(0.0)
+    assert looks == [False]
+    serving.driver.feed(ResponseEnded(request_id=1, status=200))
+    busy.live.stop()
+    await busy.run
