@@ -186,4 +186,4 @@ async def test_the_issuers_server_may_change_its_authority(
             while not await at.metric("fairlead_trouble", what="keys"):
                 await asyncio.sleep(0.1)
     at.end()
-    assert "its server's certificate is not one that gateway.jwt.caFile vouches for" in at.said()
+    assert "its server's certificate is for another host, or not trusted (gateway.jwt.caFile)" in at.said()

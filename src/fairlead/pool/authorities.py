@@ -59,7 +59,9 @@ class FollowedAuthorities:
         try:
             stamp = self._identify()
             if stamp != self._stamp:
-                pem = Path(self._file).read_bytes()
+                opened = os.open(self._file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may have become a pipe
+                with open(opened, "rb") as file:
+                    pem = file.read()
                 if pem.count(b"-----BEGIN ") != pem.count(b"-----END "):
                     raise OSError(f"{self._file} ends within a certificate")
                 self._context, self._stamp = trusting(self._file), stamp
