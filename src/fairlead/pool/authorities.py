@@ -4,9 +4,10 @@ import asyncio
 import logging
 import os
 import ssl
-import stat
 import time
 from pathlib import Path
+
+from fairlead.pool.watched_files import read_regular
 
 log = logging.getLogger("fairlead.tls")
 
@@ -40,6 +41,7 @@ class FollowedAuthorities:
     def __init__(self, ca_file: str) -> None:
         """Raises an `OSError` that names the file."""
         self._file = ca_file
+        read_regular(ca_file, 0)  # OpenSSL would wait for a pipe's writer
         self._stamp = self._identify()
         self._context = trusting(ca_file)
         self._looked = time.monotonic()
@@ -59,9 +61,7 @@ class FollowedAuthorities:
         try:
             stamp = self._identify()
             if stamp != self._stamp:
-                opened = os.open(self._file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may have become a pipe
-                with open(opened, "rb") as file:
-                    pem = file.read()
+                pem = read_regular(self._file, -1)
                 if pem.count(b"-----BEGIN ") != pem.count(b"-----END "):
                     raise OSError(f"{self._file} ends within a certificate")
                 self._context, self._stamp = trusting(self._file), stamp
@@ -73,6 +73,4 @@ class FollowedAuthorities:
 
     def _identify(self) -> tuple[int, int, int]:
         status = os.stat(self._file)
-        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
-            raise OSError(f"{self._file} is not a regular file")
         return status.st_ino, status.st_mtime_ns, status.st_size

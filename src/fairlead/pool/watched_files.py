@@ -28,13 +28,15 @@ SETTLE_S = 0.1
 _Stamp = tuple[tuple[str, int, int, int, int], ...]
 
 
-def read_regular(path: str | Path) -> bytes:
-    """The content of a file, cut at `MAX_BYTES` + 1. Raises `OSError`, also for what is no regular file: opening a pipe
-    would wait for its writer."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(0, "not a regular file", str(path))
-    with open(path, "rb") as file:
-        return file.read(MAX_BYTES + 1)
+def read_regular(path: str | Path, most: int = MAX_BYTES + 1) -> bytes:
+    """The first `most` bytes of a file, -1 = all. Raises `OSError`, also for a pipe, which would wait for its writer,
+    and for a device, which may have no end."""
+    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # at once, whatever it is
+    if not stat.S_ISREG(os.fstat(opened).st_mode):
+        os.close(opened)
+        raise OSError(0, "it is not a regular file", str(path))
+    with open(opened, "rb") as file:
+        return file.read(most)
 
 
 class WatchedFiles:

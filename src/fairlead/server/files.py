@@ -1,21 +1,11 @@
-"""Reads regular files, writes files that are complete even if the process is killed, and locks files against others."""
+"""Writes files that are complete even if the process is killed, and locks files against others."""
 
 import errno
 import fcntl
 import os
-import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-
-
-def read_regular(path: Path, most: int = -1) -> bytes:
-    """The first `most` bytes of a file, -1 = all. Raises `OSError`, also for a pipe, which would wait for its writer,
-    and for a device, which may have no end."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError("it is not a regular file")
-    with path.open("rb") as file:
-        return file.read(most)
 
 
 def unfinished(path: Path) -> Path:

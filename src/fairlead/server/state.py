@@ -30,7 +30,8 @@ from fairlead.core.prefix import ChainHasher
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.state import BLOCK_BYTES, VERSION, Head, decode, encode, taken
 from fairlead.pool.aio import cancelled
-from fairlead.server.files import lock, read_regular, write_whole
+from fairlead.pool.watched_files import read_regular
+from fairlead.server.files import lock, write_whole
 from fairlead.server.journal.blocks import OVERHEAD, Damage, block, blocks
 from fairlead.server.observe.log import get
 

@@ -37,7 +37,8 @@ from fairlead.pool.kv_events.discovery import KvSource
 from fairlead.pool.kv_events.feed import Sync
 from fairlead.pool.kv_events.keys import read_keys
 from fairlead.pool.kv_events.subscriber import KvSubscriber, Publisher, Subscription
-from fairlead.server.files import lock, read_regular, write_whole
+from fairlead.pool.watched_files import read_regular
+from fairlead.server.files import lock, write_whole
 from fairlead.server.indexer.client import fetch
 from fairlead.server.live.knowledge import Knowledge
 from fairlead.server.observe.exposition import Registry
@@ -65,7 +66,7 @@ class Keeper(Struct, eq=False):
     async def read(self) -> bytes | None:
         """The bytes of the last snapshot; `None` = there is none, or it cannot be read."""
         try:
-            return await asyncio.to_thread(read_regular, self._path)
+            return await asyncio.to_thread(read_regular, self._path, -1)
         except FileNotFoundError:
             return None
         except OSError as error:
