@@ -120,6 +120,11 @@ class Demand:
         self.out_of_reach_ms = 0.0
         self._last = 1, 1  # pods and endpoints of the pool when it last had any
 
+    @property
+    def longest_step_ms(self) -> float:
+        """The longest step that leaves requests the share `LEAST_LEFT` of the time, in milliseconds."""
+        return self.objective.tpot_ms * (1.0 - LEAST_LEFT) / SPREAD
+
     def __len__(self) -> int:
         """The number of totals that are kept."""
         return len(self._totals)

@@ -6,18 +6,7 @@ from functools import partial
 from math import isfinite
 from typing import Any
 
-from fairlead.core.demand import (
-    DECODE,
-    LEAST_LEFT,
-    PREFILL,
-    SPREAD,
-    Demand,
-    Load,
-    MaySplit,
-    Objective,
-    PeersLoad,
-    Totals,
-)
+from fairlead.core.demand import DECODE, PREFILL, Demand, Load, MaySplit, Objective, PeersLoad, Totals
 from fairlead.core.endpoint import MODEL_LABEL, STAGES, Endpoint
 from fairlead.core.errors import PluginError
 from fairlead.core.fleet import Fleet
@@ -154,13 +143,13 @@ class Watch:
                 )
             elif record.status not in (400, 404):  # these are errors of the client
                 request = record.request
-                whose = {"tenant": request.fairness_id, "model": request.model, "request_id": request.external_id}
                 decision = self.decision_id(request.id) if self.decision_id else request.id
-                fields = {"priority": request.priority, "decision": decision}
-                fields |= {name: text for name, text in whose.items() if text}
                 if record.outcome == LEFT.reason:  # nobody received the status
                     self._left.happened(decision)
                 else:
+                    whose = {"tenant": request.fairness_id, "model": request.model, "request_id": request.external_id}
+                    fields = {"priority": request.priority, "decision": decision}
+                    fields |= {name: text for name, text in whose.items() if text}
                     log.warning("a request was refused", reason=record.outcome, status=record.status, **fields)
         elif len(self._decisions) >= _BATCH:
             self.count()
@@ -249,7 +238,7 @@ class Watch:
                 "the time per token varies and load needs room; more replicas do not make steps shorter",
                 tpot_ms=demand.objective.tpot_ms,
                 step_ms=round(demand.out_of_reach_ms, 1),
-                allowed_ms=round(demand.objective.tpot_ms * (1.0 - LEAST_LEFT) / SPREAD, 1),
+                allowed_ms=round(demand.longest_step_ms, 1),
             )
         return desired
 
