@@ -11,6 +11,7 @@ from fairlead.cli.options import Policy, Set, busy, change, examples, exits, nee
 from fairlead.config.problems import suggestion
 
 if TYPE_CHECKING:
+    from fairlead.lab.simulator.capture import Captured
     from fairlead.lab.simulator.replay import Compared, Replayed
 
 
@@ -201,18 +202,11 @@ def capture(
         if not made.workload.records:
             raise ValueError(f"run {there.id} of {journal} holds no request of {model or 'any model'} to repeat")
         write_output(target, FORMATS[format].write(made.workload))
-    records = made.workload.records
     if as_json:
-        left_out = {"refused": made.refused, "without_prompt": made.without_prompt}
-        figures = {
-            "file": str(target),
-            "requests": len(records),
-            "duration_s": made.workload.duration_s,
-            "block_size": size,
-            "estimated": {"prompts": made.estimated_prompts, "answers": made.estimated_answers},
-        }
-        echo_json({**figures, "left_out": left_out, "notes": there.notes})
+        figures = {"file": str(target), **_figures(made, size), "notes": there.notes}
+        echo_json(figures)
         return
+    records = made.workload.records
     typer.echo(f"{target}: {len(records):,} requests over {made.workload.duration_s:,.0f} s, blocks of {size} tokens")
     typer.echo(
         f"  estimated: {made.estimated_prompts:,} prompt lengths, {made.estimated_answers:,} answer lengths "
@@ -221,3 +215,14 @@ def capture(
     if made.refused or made.without_prompt:
         typer.echo(f"  left out: {made.refused:,} refused, {made.without_prompt:,} without a prompt")
     typer.echo("".join(f"  note: {note}\n" for note in there.notes), nl=False)
+
+
+def _figures(made: "Captured", block_size: int) -> dict[str, object]:
+    """What was captured, for `--json`."""
+    return {
+        "requests": len(made.workload.records),
+        "duration_s": made.workload.duration_s,
+        "block_size": block_size,
+        "estimated": {"prompts": made.estimated_prompts, "answers": made.estimated_answers},
+        "left_out": {"refused": made.refused, "without_prompt": made.without_prompt},
+    }
