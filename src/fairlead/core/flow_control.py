@@ -628,11 +628,11 @@ class FlowControl:
     def next_deadline(self) -> float:
         if self._stopped < inf and len(self.queues):
             return self._stopped
+        first = self.queues.next_deadline()
+        if self._deserted < inf:  # `expire` looks at no model then
+            return min(first, max(self._deserted, self.oldest()) + self._times.no_endpoints)
         stranded = (since for model, since in self._stranded.items() if model in self.queues.models)
-        first = min(self.queues.next_deadline(), min(stranded, default=inf) + self._patience)
-        if self._deserted < inf:
-            first = min(first, max(self._deserted, self.oldest()) + self._times.no_endpoints)
-        return first
+        return min(first, min(stranded, default=inf) + self._patience)
 
     def oldest(self) -> float:
         """Return the clock seconds since when the longest-waiting request waits; `inf` = none waits."""

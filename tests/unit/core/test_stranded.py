@@ -116,3 +116,18 @@ def test_a_stranded_request_whose_client_leaves_leaves_no_deadline() -> None:
     controller = rig.pipeline.flow_controller
     assert controller is not None and controller.flow.next_deadline() == float("inf")
     assert rig.pass_time(GAP) == []
+
+
+def test_in_an_empty_pool_nobody_is_stranded_before_all_are() -> None:
+    """Otherwise the deadline of the stranded model is over and ends nothing, so its timer would fire all the time."""
+    rig = Rig(FLOW.format(ttl="30s"))
+    assert (rig.arrive("a"), rig.arrive("b")) == ([Hold], [Hold])
+    rig.feed(ev.EndpointDown("a"))
+    rig.pass_time(20.0)
+    rig.feed(ev.EndpointDown("b"))
+    rig.clock.advance(15.0)
+    assert rig.feed(ev.TimerFired(DEADLINE_TIMER)) == []
+    controller = rig.pipeline.flow_controller
+    assert controller is not None and controller.flow.next_deadline() > rig.clock.time()
+    refused = [one for one in rig.pass_time(20.0) if isinstance(one, Reject)]
+    assert [(one.request_id, one.status) for one in refused] == [(3, 503), (4, 503)]
