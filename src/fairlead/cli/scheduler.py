@@ -36,6 +36,7 @@ def serve(
     from fairlead.server.observe.log import in_background, setup
     from fairlead.server.plugin_watch import PluginWatch
     from fairlead.server.sdk.server import SchedulerServer, policy_maker
+    from fairlead.server.supervise import collecting
 
     setup("info", "logfmt")
     make = policy_maker(policy)
@@ -50,7 +51,8 @@ def serve(
         server = SchedulerServer(make, tls)
         address = await server.start(listen)
         typer.echo(f"serving {policy} on {address}")
-        await stop.wait()
+        with collecting():
+            await stop.wait()
         await server.close()
         watch.close()
         stats = server.stats

@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -172,12 +172,29 @@ def spawn_tied(command: list[str]) -> int:
 
 def reap_adopted() -> None:
     """Collect ended processes that this one adopted, as process 1 of a container does. Our own children each lead a
-    process session, and who started them collects them. An adopted leader of one is left alone, too."""
+    process session, those of plugins may be in ours, and who started them collects them. An adopted process like these
+    is left alone, too."""
     for children in Path("/proc/self/task").glob("*/children"):
-        for pid in map(int, children.read_text(encoding="utf-8").split()):
+        pids: list[str] = []
+        with contextlib.suppress(OSError):  # the thread has ended
+            pids = children.read_text(encoding="utf-8").split()
+        for pid in map(int, pids):
             with contextlib.suppress(ChildProcessError, ProcessLookupError):  # somebody else has collected it
-                if os.getsid(pid) != pid:
+                if os.getsid(pid) not in (pid, os.getsid(0)):
                     os.waitpid(pid, os.WNOHANG)
+
+
+@contextlib.contextmanager
+def collecting(ended: Callable[[], None] = reap_adopted) -> Iterator[None]:
+    """A context during which the event loop calls `ended` whenever a child process has ended. Every command that may
+    be process 1 of a container runs in it."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGCHLD, ended)
+    try:
+        ended()  # for those that ended before
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGCHLD)
 
 
 class Keeper:
@@ -274,12 +291,10 @@ class Parent:
         ]
 
     async def run(self) -> None:
-        loop = asyncio.get_running_loop()
         async with contextlib.AsyncExitStack() as stack:
             self._ending.listen(stack)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
-            loop.add_signal_handler(signal.SIGCHLD, self._reap)
-            stack.callback(loop.remove_signal_handler, signal.SIGCHLD)
+            stack.enter_context(collecting(self._reap))
             stack.push_async_callback(self._gateway.stop, 0.0)
             stack.push_async_callback(self._end_schedulers)
             started = asyncio.create_task(self._gateway.start(), name="gateway")

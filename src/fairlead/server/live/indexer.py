@@ -28,6 +28,7 @@ from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.kv_metrics import show_indexer
 from fairlead.server.observe.log import get
 from fairlead.server.observe.troubles import Troubles
+from fairlead.server.supervise import collecting
 
 log = get("indexer")
 
@@ -68,6 +69,7 @@ class LiveIndexer:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self.stop)
                 stack.callback(loop.remove_signal_handler, number)
+            stack.enter_context(collecting())
             stack.callback(self.service.close)
             await self.kv.start(stack)
             await self._follow(stack)

@@ -46,7 +46,7 @@ from fairlead.server.observe.log import setup as setup_log
 from fairlead.server.observe.troubles import Troubles, children_descriptors
 from fairlead.server.plugin_watch import PluginWatch
 from fairlead.server.running_gateway import NONE_RUNS, RunningGateway
-from fairlead.server.supervise import DRAIN_SECONDS, ENDING, Ending
+from fairlead.server.supervise import DRAIN_SECONDS, ENDING, Ending, collecting
 
 log = get("serve")
 
@@ -118,6 +118,7 @@ class Live:
             if self._pool is not None:
                 stack.callback(self._pool.close)
             self._ending.listen(stack)
+            stack.enter_context(collecting())
             ending = self._beside.ending if self._gateway else ENDING
             loop.add_signal_handler(ending, self._leave)
             stack.callback(loop.remove_signal_handler, ending)

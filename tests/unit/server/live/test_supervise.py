@@ -141,8 +141,9 @@ async def test_processes_that_a_dead_scheduler_leaves_are_collected(tmp_path: Pa
         prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-def test_exit_codes_of_our_own_children_are_left_to_who_started_them() -> None:
-    own = os.posix_spawn("/bin/sh", ["sh", "-c", "exit 7"], os.environ, setsid=True)
+@pytest.mark.parametrize("setsid", [True, False])
+def test_exit_codes_of_our_own_children_are_left_to_who_started_them(setsid: bool) -> None:
+    own = os.posix_spawn("/bin/sh", ["sh", "-c", "exit 7"], os.environ, setsid=setsid)
     os.waitid(os.P_PID, own, os.WEXITED | os.WNOWAIT)
     reap_adopted()
     assert os.waitstatus_to_exitcode(os.waitpid(own, 0)[1]) == 7
