@@ -24,8 +24,10 @@ from fairlead.config import yaml
 from fairlead.config.builtins import SPLITTING
 from fairlead.config.check import read
 from fairlead.config.checks import (
+    SPECIAL,
     asked_elsewhere,
-    note_missing_files,
+    check_files,
+    is_special,
     note_pool,
     note_unknown_engines,
     note_unranked,
@@ -202,7 +204,7 @@ class _Assembly(Struct, eq=False):
             beside = (*sources, *parsers, *(flow_control.plugins() if flow_control else ()))
             self._check_made(*(policy.plugins() if policy else ()), *beside)
             self._check_endpoints_file(endpoints.file, settings, policy)
-            note_missing_files(settings, self.report)
+            check_files(settings, self.report)
         if policy is None or self.report.problems:
             return None
         if self.root.get(POOLS) and not settings.kubernetes.namespaces:
@@ -269,6 +271,9 @@ class _Assembly(Struct, eq=False):
         if not path:
             return
         place = ("endpoints", "file") if "endpoints" in self.root else ("dataLayer", "discovery")
+        if is_special(path):
+            self.report.add(place, f"{path} is {SPECIAL}")
+            return
         try:
             listing = parse_endpoints_text(read_bytes(Path(path)))
         except ConfigError as error:

@@ -1,6 +1,7 @@
 """Checks that involve several fields of a configuration, and values that are derived from other values."""
 
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import ip_address
 from operator import itemgetter
@@ -121,19 +122,52 @@ def sections(section: Section, place: Place = ()) -> Iterator[tuple[Place, Secti
                 yield from sections(item, key)
 
 
-def note_missing_files(settings: Settings, report: Report) -> None:
-    """Add a note for each file that the settings name and this machine does not have, or this user cannot read."""
+def check_files(settings: Settings, report: Report) -> None:
+    """Check the files and directories that the settings name, without opening them. Add a note for each that this
+    machine does not have, or that this user cannot read or write: Fairlead may run elsewhere, or as another user."""
     for place, section in sections(settings):
         for name, value in section:
             field = type(section).model_fields[name]
-            if not value or RELATIVE not in field.metadata or CHECKED_ELSEWHERE in field.metadata:
+            if not value or RELATIVE not in field.metadata:
                 continue
+            here = (*place, field.alias or name)
             pair = [os.path.join(value, file) for file in ("tls.crt", "tls.key")] if name == "cert_dir" else []
             for file in (value, *pair):
-                if not os.access(file, os.R_OK):
+                if is_special(file):
+                    report.add(here, f"{file} is {SPECIAL}")
+                elif not os.access(file, os.R_OK) and CHECKED_ELSEWHERE not in field.metadata:
                     why = f"this user cannot read {file}" if os.path.exists(file) else f"there is no {file}"
-                    report.note((*place, field.alias or name), f"{why} on this machine")
+                    report.note(here, f"{why} on this machine")
                     break
+    journal, state, snapshot = settings.journal.path, settings.state.file, settings.kv_events.snapshot
+    _check_directory(journal, ("journal", "path"), report)
+    _check_directory(os.path.dirname(state), ("state", "file"), report)
+    _check_directory(os.path.dirname(snapshot), ("kvEvents", "snapshot"), report)
+
+
+#: What is wrong with a path for which `is_special` is true.
+SPECIAL = "neither a file nor a directory"
+
+
+def is_special(path: str) -> bool:
+    """Whether this is a pipe, whose reader would wait for a writer, or a device, which may have no end."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def _check_directory(path: str, place: Place, report: Report) -> None:
+    """Check that a directory can be written to, or made. Empty = there is none."""
+    if not path:
+        return
+    while not os.path.exists(path):
+        path = os.path.dirname(path) or os.curdir
+    if not os.path.isdir(path):
+        report.add(place, f"{path} is not a directory")
+    elif not os.access(path, os.W_OK | os.X_OK):
+        report.note(place, f"this user cannot write to {path} on this machine")
 
 
 def _check_ports(settings: Settings, report: Report) -> None:

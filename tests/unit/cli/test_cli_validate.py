@@ -260,3 +260,53 @@ def test_files_that_this_user_cannot_read_are_noted(
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert validate(file) == 0
     assert f"$.metrics.tokenFile: this user cannot read {token} on this machine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "where"),
+    [
+        ("metrics: {tls: {caFile: pipe}}", "$.metrics.tls.caFile"),
+        ("extProc: {tls: {certDir: certs}}", "$.extProc.tls.certDir"),
+        ("gateway: {keys: {file: pipe}}", "$.gateway.keys.file"),
+        ("models: {file: pipe}", "$.models.file"),
+        ("endpoints: {file: pipe}", "$.endpoints.file"),
+    ],
+)
+def test_a_pipe_is_named_and_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, where: str
+) -> None:
+    file = tmp_path / "f.yaml"
+    (tmp_path / "certs").mkdir()
+    for pipe in "pipe", "certs/tls.crt", "certs/tls.key":
+        os.mkfifo(tmp_path / pipe)
+    endpoints = "" if "endpoints" in more else "endpoints: ['10.0.0.1:1']\n"
+    file.write_text(f"{endpoints}{more}\n")
+    assert validate(file) == 2
+    out = capsys.readouterr().out
+    assert f"{where}: {tmp_path}/" in out and "is neither a file nor a directory" in out
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("journal: {path: taken}", "problem"),
+        ("journal: {path: taken/j}", "problem"),
+        ("state: {file: taken/learned.state}", "problem"),
+        ("journal: {path: shut/j}", "note"),
+        ("kvEvents: {port: 1, snapshot: shut/index.kv}", "note"),
+        ("journal: {path: new/j}", ""),
+    ],
+)
+def test_directories_that_serve_could_not_write_to_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: str, said: str
+) -> None:
+    file, shut, access = tmp_path / "f.yaml", tmp_path / "shut", os.access
+    (tmp_path / "taken").touch()
+    shut.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != str(shut) and access(path, mode))
+    file.write_text(f"endpoints: ['10.0.0.1:1']\n{more}\n")
+    assert validate(file) == (2 if said == "problem" else 0)
+    out = capsys.readouterr().out
+    assert (f": {tmp_path / 'taken'} is not a directory" in out) == (said == "problem")
+    assert (f": this user cannot write to {shut} on this machine" in out) == (said == "note")
+    assert not (tmp_path / "new").exists()
