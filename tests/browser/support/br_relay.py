@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
-from types import TracebackType
 from typing import Self
+
+from tcp import TcpServer
 
 
 class Relay:
@@ -12,40 +13,34 @@ class Relay:
     def __init__(self, port: int, prefix: str = "/") -> None:
         self._port = port
         self._prefix = prefix
-        self._open: dict[asyncio.Task[None], asyncio.Event] = {}
+        self._server = TcpServer(self._relay)
+        self._passes: set[asyncio.Event] = set()
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}{self._prefix}"
+        await self._server.start()
+        self.url = f"http://{self._server.address}{self._prefix}"
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._server.close()
-        for task in self._open:
-            task.cancel()
-        await asyncio.gather(*self._open)
+    async def __aexit__(self, *_: object) -> None:
+        await self._server.close()
 
     def silence(self) -> None:
         """Pass nothing more on in the connections that are open, without closing them. New connections work."""
-        for passes in self._open.values():
+        for passes in self._passes:
             passes.clear()
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._open[task] = passes = asyncio.Event()
+        passes = asyncio.Event()
         passes.set()
-        there, back = await asyncio.open_connection("127.0.0.1", self._port)
+        self._passes.add(passes)
         try:
-            await asyncio.gather(self._pump(reader, back, passes), self._pump(there, writer, passes))
-        except asyncio.CancelledError:
-            pass  # the test is over
+            there, back = await asyncio.open_connection("127.0.0.1", self._port)
+            try:
+                await asyncio.gather(self._pump(reader, back, passes), self._pump(there, writer, passes))
+            finally:
+                back.close()
         finally:
-            for end in (writer, back):
-                end.close()
-            del self._open[task]
+            self._passes.discard(passes)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, passes: asyncio.Event) -> None:
         with contextlib.suppress(ConnectionError):
