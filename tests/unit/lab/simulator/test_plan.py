@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+import fairlead.lab.simulator.plan as searching
 from fairlead.core.request import Request
 from fairlead.lab.simulator.build import ScenarioSpec, build
 from fairlead.lab.simulator.objective import decided_after_s, goodput, hopeless, objectives
 from fairlead.lab.simulator.plan import Case, Trial, Tried, attempt, first_guess, impossible, least, plan, settle, sized
 from fairlead.lab.simulator.plan_report import document, lines, print_plan, write_plan
-from fairlead.lab.simulator.simulation import NOT_OVER
+from fairlead.lab.simulator.simulation import NOT_OVER, START
 from fairlead.lab.simulator.world import Job
 from fairlead.lab.workload.record import Record, arranged
 
@@ -238,12 +239,20 @@ def test_a_small_plan_equals_brute_force(tmp_path, capsys):
 
 
 @pytest.mark.simulation
-def test_a_run_that_is_left_early_would_have_missed():
+def test_a_run_that_is_left_early_would_have_missed(monkeypatch):
+    looked = []
+
+    def look(wanted, jobs, now):
+        looked.append(now)
+        return hopeless(wanted, jobs, now)
+
+    monkeypatch.setattr(searching, "hopeless", look)
     early = attempt(_case(), Trial(1))
     complete = attempt(_case(), Trial(1, complete=True))
     assert (early.holds, early.measured) == (False, {}) and not complete.holds
     assert complete.measured["ttft_p95"] > 2000.0 and max(early.missed.values()) >= 1.0
-    assert early.cpu_s < complete.cpu_s
+    assert looked[-1] < START + SMALL.workload.duration_s / 2, "most requests were still to arrive"
+    assert min(early.cpu_s, complete.cpu_s) > 0.0
 
 
 def test_sizes_repeat_the_replicas_and_break_the_last():
