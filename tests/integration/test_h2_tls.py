@@ -109,8 +109,8 @@ def test_tls_files_that_failed_once_are_tried_again(tmp_path: Path, monkeypatch:
 def test_a_certificate_that_expires_is_reported_before_and_after(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    now, day = time.time(), 86400.0
     certificate(tmp_path, "one.test", days=100)
+    now, day = time.time(), 86400.0  # not before the certificate, which may take a second to be made
     tls = ServerTls(tmp_path / "tls.crt", tmp_path / "tls.key", check_interval=0.0, today=lambda: now)
     assert tls.trouble(1.0) == ""
     now += 94 * day
@@ -127,8 +127,8 @@ def test_a_certificate_that_expires_is_reported_before_and_after(
 
 
 def test_an_expired_certificate_replaces_none_that_is_valid(tmp_path: Path) -> None:
-    now, day = time.time(), 86400.0
     first = certificate(tmp_path, "one.test", days=100)
+    now, day = time.time(), 86400.0
     tls = ServerTls(tmp_path / "tls.crt", tmp_path / "tls.key", check_interval=0.0, today=lambda: now)
     second = certificate(tmp_path, "two.test", days=2)
     now += 3 * day
