@@ -200,7 +200,7 @@ def process(lines: int) -> subprocess.Popen[str]:
 def test_a_reader_that_stalls_stops_nothing_and_what_it_misses_is_counted() -> None:
     with process(120_000) as running:
         try:
-            running.wait(30)  # nobody reads stderr meanwhile
+            running.wait(300)  # nobody reads stderr meanwhile
         finally:
             running.kill()
         assert running.returncode == 0
@@ -215,7 +215,7 @@ def test_a_reader_that_stalls_stops_nothing_and_what_it_misses_is_counted() -> N
 @pytest.mark.parametrize("lines", [3_000, 30_000])
 def test_lines_in_the_background_are_all_written_at_the_end(lines: int) -> None:
     with process(lines) as running:
-        out, written = running.communicate(timeout=30)
+        out, written = running.communicate(timeout=300)
     assert out.splitlines() == ["went on", "0"]
     assert [line.rpartition("=")[2] for line in written.splitlines()] == ["first", *map(str, range(lines))]
 
