@@ -88,7 +88,8 @@ async def world(
     ]
     running, _ = await live({"endpoints": listed, **BLIND})
     (port,) = free_ports(1)
-    text = bootstrap(pair, port, f"127.0.0.1:{running.config.ext_proc.port}", addresses)
+    # On a busy machine a decision may take seconds, and each request is to be decided: they are counted.
+    text = bootstrap(pair, port, f"127.0.0.1:{running.config.ext_proc.port}", addresses, message_timeout=30.0)
     at = World(running, await asyncio.to_thread(envoy, text))
     await sees_the_scheduler(at.envoy.admin)
     async with Http1(port) as client, asyncio.timeout(30):
@@ -384,7 +385,8 @@ async def test_a_killed_model_server_costs_only_what_ran_there(
         f"kill -9 of a model server ({rules}): requests {len(story.records)}, at it "
         f"{running}, failed {len(failed)}, repeated {repeated:.0f}, dead after {took * 1e3:.0f} ms"
     )
-    assert [record.error for record in failed if not record.first_byte] == [], "what had no byte is repeated elsewhere"
+    # A head goes on only with the first byte behind it. That byte may still be with the scheduler when the server dies.
+    assert [record.error for record in failed if not record.headers] == [], "what had no byte is repeated elsewhere"
     assert late == [], "and so is what was sent later"
     assert len(failed) <= running + 2 * RATE * took + 5, "only what it had"
     assert repeated >= (20 if "policy" in rules else 1)
