@@ -12,7 +12,7 @@ from fairlead.pool.watched_files import read_regular
 log = logging.getLogger("fairlead.tls")
 
 #: Seconds between two looks at a bundle that is followed.
-_LOOK_S = 1.0
+LOOK_S = 1.0
 
 
 def trusting(ca_file: str, cert_dir: str = "") -> ssl.SSLContext:
@@ -51,7 +51,7 @@ class FollowedAuthorities:
     def context(self) -> ssl.SSLContext:
         """The context for the next connection. Never waits: a mount that hangs would hold up the connection."""
         now = time.monotonic()
-        if now - self._looked >= _LOOK_S and (self._looking is None or self._looking.done()):
+        if now - self._looked >= LOOK_S and (self._looking is None or self._looking.done()):
             self._looked = now
             self._looking = asyncio.get_running_loop().run_in_executor(None, self._look)
         return self._context

@@ -118,8 +118,9 @@ async def test_https_with_its_own_authority(serve: Serve) -> None:
 
 
 async def test_a_new_bundle_of_authorities_counts_at_once_and_a_broken_one_never(
-    serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(authorities, "LOOK_S", 0.0)
     url = f"https://localhost:{await serve(closing, tls=True)}/metrics"
     bundle = tmp_path / "ca.pem"
     bundle.write_bytes(make_pair(tmp_path, "20200131235959Z", "20990131235959Z"))
@@ -130,10 +131,13 @@ async def test_a_new_bundle_of_authorities_counts_at_once_and_a_broken_one_never
         bundle.write_bytes(bundle.read_bytes() + CERTIFICATE.read_bytes())
         await until(lambda: fetcher.fetch(url))
         bundle.write_text("half a bund")
-        for _ in range(3):
-            await asyncio.sleep(0.6)
+        said = "the old ones stay in use: cannot use the certificate authorities in "
+        async with asyncio.timeout(30):
+            while said not in caplog.text:
+                assert await fetcher.fetch(url) == PAGE
+        for _ in range(10):
             assert await fetcher.fetch(url) == PAGE
-        assert caplog.text.count("the old ones stay in use: cannot use the certificate authorities in ") == 1
+        assert caplog.text.count(said) == 1
     finally:
         await fetcher.close()
 
@@ -143,21 +147,21 @@ async def test_a_bundle_that_cannot_be_read_in_time_holds_nothing_up(
 ) -> None:
     bundle, reads, go_on = tmp_path / "ca.pem", list[str](), Event()
     bundle.write_bytes(make_pair(tmp_path, "20200131235959Z", "20990131235959Z") + CERTIFICATE.read_bytes())
+    monkeypatch.setattr(authorities, "LOOK_S", 0.0)
     followed = FollowedAuthorities(str(bundle))
     first, whole_bundle, usable = followed.context(), bundle.read_bytes(), authorities.trusting
+
+    async def until(happened: Callable[[], object]) -> None:
+        async with asyncio.timeout(30):
+            while not happened():
+                await asyncio.sleep(0.01)
+                assert followed.context() is first
+
     bundle.write_bytes(whole_bundle[:-400])
-    await asyncio.sleep(1.1)
-    followed.context()
-    await asyncio.sleep(1.1)
-    assert "ends within a certificate" in caplog.text
-    assert followed.context() is first
-    await asyncio.sleep(0.3)  # this look has ended
+    await until(lambda: "ends within a certificate" in caplog.text)
     bundle.unlink()
     os.mkfifo(bundle)
-    await asyncio.sleep(1.1)
-    followed.context()
-    await asyncio.sleep(1.1)
-    assert followed.context() is first and "is not a regular file" in caplog.text
+    await until(lambda: "is not a regular file" in caplog.text)
 
     def hangs(ca_file: str) -> ssl.SSLContext:
         reads.append(ca_file)
@@ -165,18 +169,19 @@ async def test_a_bundle_that_cannot_be_read_in_time_holds_nothing_up(
         return usable(ca_file)
 
     monkeypatch.setattr(authorities, "trusting", hangs)
-    bundle.unlink()
-    bundle.write_bytes(whole_bundle)
+    (tmp_path / "whole.pem").write_bytes(whole_bundle)
+    os.replace(tmp_path / "whole.pem", bundle)
     try:
-        for _ in range(3):
-            await asyncio.sleep(1.1)
+        await until(lambda: reads)
+        for _ in range(20):
+            await asyncio.sleep(0.01)
             assert followed.context() is first
         assert reads == [str(bundle)], "one look at a time"
     finally:
         go_on.set()
     async with asyncio.timeout(10):
         while followed.context() is first:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.01)
 
 
 async def until(fetch: Callable[[], Awaitable[bytes]]) -> None:

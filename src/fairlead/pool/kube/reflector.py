@@ -33,7 +33,7 @@ IDLE_S = 130.0
 _WATCH_S = (240, 480)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 #: The pause if a kind is not installed or a verb not allowed: frequent requests would not help.
-_REFUSED_PAUSE_S = 5.0
+REFUSED_PAUSE_S = 5.0
 #: A shorter watch counts as a failure. Otherwise a server that ends every watch would get requests without a pause.
 _SHORT_S = 1.0
 _GONE = 410
@@ -136,7 +136,7 @@ class Reflector(Generic[T]):
                     self.forbidden = error.code == 403
                     self._lost(str(error))
                     if error.code in (403, 404):
-                        pause = max(pause, _REFUSED_PAUSE_S * self._rng.uniform(0.5, 1.0))
+                        pause = max(pause, REFUSED_PAUSE_S * self._rng.uniform(0.5, 1.0))
             except Unreachable as error:
                 if "Too large resource version" in str(error):  # etcd was restored from an older state
                     self._version = ""

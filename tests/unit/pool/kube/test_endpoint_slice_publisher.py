@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fake_kube import FakeKube
 
-from fairlead.pool.kube import endpoint_slice
+from fairlead.pool.kube import endpoint_slice, reflector
 from fairlead.pool.kube.auth import Access, FixedSecret, Secret, Where
 from fairlead.pool.kube.client import KubeClient
 from fairlead.pool.kube.endpoint_slice import EndpointSlicePublisher, Place
@@ -36,6 +36,7 @@ class Replica:
 async def replica(kube: FakeKube, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     monkeypatch.setattr(endpoint_slice, "REPAIR_S", 0.02)
     monkeypatch.setattr(endpoint_slice, "RETRY_S", 0.05)
+    monkeypatch.setattr(reflector, "REFUSED_PAUSE_S", 0.05)
     kube.put("v1", "services", SERVICE)
     made: list[Replica] = []
 

@@ -17,11 +17,13 @@ from fairlead.core.errors import ConfigError
 from fairlead.core.events import EndpointUp
 from fairlead.core.models import ModelSet
 from fairlead.pool.aio import IN_ONE_TURN
+from fairlead.pool.kube import endpoint_slice, reflector
 from fairlead.pool.kube.endpoint_slice import Place, Port, Service, slice_object
 from fairlead.pool.kube.objects import Pool
 from fairlead.pool.kube.pods import Pod
 from fairlead.pool.kube.pools import Pools
 from fairlead.server.live import kube as live_kube
+from fairlead.server.live import kube_pools as live_pools
 from fairlead.server.live.kube_pools import KubePools
 from fairlead.server.observe.component_metrics import KubeMetrics
 from fairlead.server.observe.exposition import Registry
@@ -29,6 +31,9 @@ from fairlead.server.observe.exposition import Registry
 V1 = "inference.networking.k8s.io/v1"
 X = "inference.networking.x-k8s.io/v1alpha2"
 SLICES = "discovery.k8s.io/v1", "endpointslices"
+
+#: Seconds until something is tried again, or put right.
+PAUSE_S = 0.1
 
 
 def pool(name: str, namespace: str, ports: tuple[int, ...] = (8000,), **labels: str) -> Any:
@@ -111,6 +116,10 @@ class Followed:
 @pytest.fixture
 async def stack(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[AsyncExitStack]:
     monkeypatch.setattr(live_kube, "START_S", 5.0)
+    monkeypatch.setattr(live_kube, "SUCCESSOR_S", PAUSE_S)
+    monkeypatch.setattr(endpoint_slice, "REPAIR_S", PAUSE_S)
+    monkeypatch.setattr(live_pools, "RETRY_S", PAUSE_S)
+    monkeypatch.setattr(reflector, "REFUSED_PAUSE_S", PAUSE_S)
     monkeypatch.setenv("POD_IP", "10.244.0.7")
     async with AsyncExitStack() as opened:
         yield opened
@@ -501,10 +510,10 @@ async def test_what_belongs_to_pools_that_may_exist_is_left_alone(
     kube.put(V1, "inferencepools", unreadable)
     await followed.kube.start(stack)
     await until(lambda: "a/broken-epp-ipv4" in kube.objects[SLICES])
-    await asyncio.sleep(1.5)
+    await asyncio.sleep(3 * PAUSE_S)
     written = {name: value["metadata"]["resourceVersion"] for name, value in kube.objects[SLICES].items()}
     kube.put(*SLICES, slice_object(Service("more-epp", "uid", ()), "a", Place("10.244.0.3", "former"), "b/other"))
-    await asyncio.sleep(1.5)
+    await asyncio.sleep(3 * PAUSE_S)
     assert {name: kube.objects[SLICES][name]["metadata"]["resourceVersion"] for name in written} == written
     assert all(kube.objects[SLICES][name]["endpoints"] for name in written)
     for name in ("unreadable", "theirs"):
