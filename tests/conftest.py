@@ -35,6 +35,9 @@ LONGEST = (
     "test_docs_run.py",
     "test_dashboard_states.py",
     "test_live_kube.py",
+    "test_pools_kube.py",
+    "test_rolling_kube.py",
+    "test_chart_valkey.py",
     "test_leases_kube.py",
     "test_reflector_outage.py",
 )
