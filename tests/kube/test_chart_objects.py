@@ -183,7 +183,7 @@ def test_the_documented_command_brings_the_definitions_up_to_date(own_kube: Call
     cluster = own_kube()
     cluster.install_crds()
     shown = helm.run("show", "crds", str(CHART)).stdout
-    for crd in yaml.safe_load_all(shown):
+    for crd in yaml.load_all(shown, yaml.CSafeLoader):
         older = copy.deepcopy(crd["spec"]["versions"])
         older[0]["schema"]["openAPIV3Schema"]["description"] = "old"
         cluster.admin.patch(crd, {"spec": {"versions": older}})

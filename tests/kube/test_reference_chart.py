@@ -41,7 +41,7 @@ def rendered(namespace: str, port: int, replicas: int) -> list[Object]:
         text = text.replace("replicas: 2", "replicas: 1").replace("            - --ha-enable-leader-election\n", "")
         text = text.replace("service: liveness", "service: inference-extension")
         text = text.replace("service: readiness", "service: inference-extension")
-    objects = [thing for thing in yaml.safe_load_all(text) if thing]
+    objects = [thing for thing in yaml.load_all(text, yaml.CSafeLoader) if thing]
     return [thing for thing in objects if replicas > 1 or "leader-election" not in thing["metadata"]["name"]]
 
 

@@ -157,7 +157,7 @@ class Cluster:
             self.install_crd_file(path)
 
     def install_crd_file(self, path: Path) -> None:
-        for crd in yaml.safe_load_all(path.read_text()):
+        for crd in yaml.load_all(path.read_text(), yaml.CSafeLoader):
             self.install_crd(crd)
 
     def install_crd(self, crd: Object) -> None:

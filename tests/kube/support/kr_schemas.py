@@ -93,7 +93,7 @@ def _published(
     # cert-manager's files are templates of its chart; the definitions themselves hold no template.
     lines = (Path(said["Dir"]) / path).read_text().splitlines()
     plain = "\n".join(line for line in lines if "{{" not in line)
-    for document in yaml.safe_load_all(plain):
+    for document in yaml.load_all(plain, yaml.CSafeLoader):
         if document and document["spec"]["names"]["kind"] in kinds:
             document["metadata"] = {
                 "name": document["metadata"]["name"],

@@ -36,14 +36,14 @@ def test_it_prints_what_build_makes() -> None:
         response_mode="none",
         request_mode="buffered",
     )
-    assert yaml.safe_load(done.stdout) == build(options)
+    assert yaml.load(done.stdout, yaml.CSafeLoader) == build(options)
 
 
 def test_the_log_service_is_the_schedulers_port_unless_told_otherwise(tmp_path: Path) -> None:
     ca = tmp_path / "ca.pem"
     ca.touch()
     done = CliRunner().invoke(app, ["--ext-proc", "127.0.0.1:7", "--tls-ca", str(ca), "--tls-server-name", "epp"])
-    assert [c["name"] for c in yaml.safe_load(done.stdout)["static_resources"]["clusters"]][-1] == "als"
+    assert [c["name"] for c in yaml.load(done.stdout, yaml.CSafeLoader)["static_resources"]["clusters"]][-1] == "als"
     assert "server_name" not in done.stdout and "sni: epp" in done.stdout
 
 
@@ -82,7 +82,7 @@ def test_a_file_says_what_its_gateway_would_use(tmp_path: Path) -> None:
     options = gateway_options(load(file))
     assert (options.port, options.body_limit, options.retry) == (81, 1 << 20, "connect")
     expected = replace(options, ext_proc="10.0.0.9:9002", retry="hedge", endpoints=("10.0.0.1:1", "10.0.0.2:1"))
-    assert yaml.safe_load(done.stdout) == build(expected)
+    assert yaml.load(done.stdout, yaml.CSafeLoader) == build(expected)
 
 
 @pytest.mark.envoy
@@ -118,7 +118,7 @@ def test_keys_and_tokens_are_asked_for_as_by_the_embedded_gateway(tmp_path: Path
     write_jwt(tmp_path / "jwt.json", options.jwt, optional=True)
     write_keys(tmp_path / "keys.json", [kept], forward=False)
     written = [json.loads((tmp_path / name).read_text())["resources"][0] for name in ("jwt.json", "keys.json")]
-    listener = yaml.safe_load(done.stdout)["static_resources"]["listeners"][0]
+    listener = yaml.load(done.stdout, yaml.CSafeLoader)["static_resources"]["listeners"][0]
     filters = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
     for printed, followed in zip(filters, written, strict=False):
         assert printed == {name: value for name, value in followed.items() if name != "@type"}

@@ -58,7 +58,7 @@ VALUES = [
 def schemas() -> list[tuple[str, str, dict[str, Any]]]:
     found = []
     for file in sorted(Path(DIRECTORY).glob("*.yaml")):
-        crd = yaml.safe_load(file.read_text())
+        crd = yaml.load(file.read_text(), yaml.CSafeLoader)
         kind = crd["spec"]["names"]["kind"]
         for version in crd["spec"]["versions"]:
             if kind in GOOD:
