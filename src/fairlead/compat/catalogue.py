@@ -264,7 +264,13 @@ SCORERS: Table = {
     ),
     "prefix-cache-scorer": Entry("profile", "prefix-aware, prefix-length", ref.PrefixCacheScorer, use=_prefix_cache),
     "no-hit-lru-scorer": _same("scorer", "no-hit-lru", NoHitLruParams, ref.NoHitLru),
-    "latency-scorer": _same("scorer", "slo-headroom", SloHeadroomParams, ref.LatencyScorer, note=_PREDICTED),
+    "latency-scorer": _same(
+        "scorer",
+        "slo-headroom",
+        SloHeadroomParams,
+        ref.LatencyScorer,
+        note=f"{_PREDICTED}; there is always a prediction, so the composite weights have no effect",
+    ),
     "mm-embeddings-cache-scorer": Entry(
         "profile",
         "prefix-aware",

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from fairlead.config.schema import Name, Port, Section, Share
+from fairlead.config.schema import Name, Port, Section
 from fairlead.plugins.filters.ability import LabelSelectorParams
 from fairlead.plugins.filters.availability import PrefixAffinityParams, UtilizationParams
 from fairlead.plugins.filters.load import ConcurrencyParams
@@ -118,8 +118,7 @@ class SessionAffinity(Section):
 
 
 class LatencyScorer(SloHeadroomParams):
-    ttft_weight: Share = 0.8
-    tpot_weight: Share = 0.2
+    without_slo: Literal["latency"] = Field(default="latency", exclude=True)
 
 
 class MmScorer(Section):

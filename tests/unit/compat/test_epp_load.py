@@ -495,3 +495,10 @@ def test_a_note_on_staleness_names_the_interval() -> None:
     text = f"{HEAD}plugins:\n- type: queue-scorer\n- {{type: metrics-data-source, parameters: {{interval: 5s}}}}\n"
     (note,) = read(text).notes
     assert (note.path, note.line) == ("$.plugins[1].parameters.interval", 5)
+
+
+def test_a_latency_scorer_goes_by_latency_without_an_slo_too() -> None:
+    plugins = "plugins: [{type: latency-scorer, parameters: {ttftWeight: 2}}, {type: max-score-picker}]\n"
+    profile = "schedulingProfiles: [{name: default, plugins: [{pluginRef: latency-scorer}]}]\n"
+    (scorer,) = read(HEAD + plugins + profile).policy.scorers
+    assert (scorer.parameters.without_slo, scorer.parameters.ttft_weight) == ("latency", 2.0)

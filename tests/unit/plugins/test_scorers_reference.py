@@ -173,3 +173,11 @@ def test_slo_headroom_without_an_slo_is_a_mean_of_load_and_prefix() -> None:
     assert scores(SloHeadroom(SloHeadroomParams()), pool, asked) == pytest.approx([0.5, 2 / 3], abs=0.02)
     only = SloHeadroomParams(composite_kv_weight=0, composite_queue_weight=0, composite_prefix_weight=0)
     assert SloHeadroom(only).score(asked, pool, cycle()) is None
+
+
+def test_slo_headroom_without_an_slo_can_prefer_the_lowest_latency() -> None:
+    pool = queued(0, 4000, 400_000)
+    found = scores(SloHeadroom(SloHeadroomParams(without_slo="latency")), pool, request(prompt_tokens=9000))
+    assert found[0] == 1.0 and found[0] > found[1] > found[2] and found[2] == pytest.approx(0.01)
+    neither = SloHeadroomParams(without_slo="latency", ttft_weight=0, tpot_weight=0)
+    assert SloHeadroom(neither).score(request(prompt_tokens=9000), pool, cycle()) is None

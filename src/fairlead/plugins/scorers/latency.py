@@ -13,7 +13,7 @@ from fairlead.core.policy import CANDIDATES, Cycle, prefix_share
 from fairlead.core.profile import estimate
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
-from fairlead.plugins.columns import headroom, lower_is_better
+from fairlead.plugins.columns import headroom, lower_is_better, tpot_ms, ttft_ms
 from fairlead.plugins.params import Params, Plain
 
 #: Predictions below this many milliseconds count the same.
@@ -65,11 +65,15 @@ class SloHeadroomParams(Params):
         default="least",
         description="`least` packs requests where they just fit and keeps others free; `most` spreads them.",
     )
+    without_slo: Literal["composite", "latency"] = Field(
+        default="composite",
+        description="What counts for requests without an SLO: a mean of load and prefix hit, or the lowest prediction.",
+    )
     composite_kv_weight: Weight = Field(
         default=1.0,
         validation_alias="compositeKVWeight",
         serialization_alias="compositeKVWeight",
-        description="Without an SLO, the score is a weighted mean; this is the weight of free KV memory.",
+        description="Without an SLO, `composite` is a weighted mean; this is the weight of free KV memory.",
     )
     composite_queue_weight: Weight = Field(default=1.0, description="The weight of a short queue.")
     composite_prefix_weight: Weight = Field(default=1.0, description="The weight of the prefix hit.")
@@ -88,6 +92,8 @@ class SloHeadroom(Plain[SloHeadroomParams]):
     def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
         candidates = cycle.get(CANDIDATES)
         if request.slo_ttft_ms <= 0 and request.slo_tpot_ms <= 0:
+            if self._params.without_slo == "latency":
+                return self._fastest(request, fleet, cycle, candidates)
             return self._composite(request, fleet, cycle, candidates)
         left, keeps = headroom(request, fleet, cycle, self._params.ttft_weight, self._params.tpot_weight)
         keeps = keeps if candidates is None else keeps & candidates
@@ -95,6 +101,16 @@ class SloHeadroom(Plain[SloHeadroomParams]):
             return lower_is_better(-left, candidates)
         rated = left if self._params.headroom_selection_strategy == "least" else -left
         return np.where(keeps, _FLOOR + (1.0 - _FLOOR) * lower_is_better(rated, keeps), 0.0)
+
+    def _fastest(
+        self, request: Request, fleet: FleetView, cycle: Cycle, candidates: BoolColumn | None
+    ) -> FloatColumn | None:
+        first, later = self._params.ttft_weight, self._params.tpot_weight
+        if not first + later:
+            return None
+        rated = first * lower_is_better(ttft_ms(request, fleet, cycle), candidates)
+        rated += later * lower_is_better(tpot_ms(request, fleet, cycle), candidates)
+        return _FLOOR + (1.0 - _FLOOR) * rated / (first + later)
 
     def _composite(
         self, request: Request, fleet: FleetView, cycle: Cycle, candidates: BoolColumn | None
