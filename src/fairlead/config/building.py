@@ -257,7 +257,8 @@ def build_flow_controller(
         return None
     registry = registry or Registry()
     settings = flow.settings
-    for priority in {0, *(band.settings.priority for band in flow.bands)}:
+    priorities = {0, *(band.settings.priority for band in flow.bands)}
+    for priority in priorities:
         _bands(flow, registry, None)(priority)  # a plugin that cannot be built must stop the start
     queues = Queues(_bands(flow, registry, on_plugin_error), _limits(flow))
     shedding, eviction = settings.early_shedding, settings.eviction
@@ -271,6 +272,7 @@ def build_flow_controller(
         ceiling=_guarded(flow.ceiling, registry, GuardedCeiling, on_plugin_error) if flow.ceiling else None,
         shedding=EarlyShedding(shedding.power, shedding.scale) if shedding else None,
         drains=flow.implied,
+        priorities=priorities,
     )
     return FlowController(control, policy.name, settings.target_delay, Eviction(eviction.after) if eviction else None)
 

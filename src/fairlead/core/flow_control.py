@@ -25,7 +25,7 @@ Rules
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from itertools import chain, islice, takewhile
 from math import ceil, inf
 from typing import Any, Protocol
@@ -175,8 +175,10 @@ class FlowControl:
         ceiling: Ceiling | None = None,
         shedding: EarlyShedding | None = None,
         drains: bool = False,
+        priorities: Collection[int] = (),
     ) -> None:
-        """`window`: most requests in one choice. `drains`: at a shutdown, waiting requests are sent, not refused."""
+        """`window`: most requests in one choice. `drains`: at a shutdown, waiting requests are sent, not refused.
+        `priorities`: those of the configured bands."""
         self.queues = queues
         self.gate = gate
         self.binder = binder
@@ -184,6 +186,7 @@ class FlowControl:
         self._window = window
         self._shares = shares or Shares({})
         self._ceiling = ceiling
+        self._priorities = frozenset(priorities)
         self._shedding = shedding
         self._drains = drains
         self.peers = PeerQueues()
@@ -356,16 +359,22 @@ class FlowControl:
         """Whether the ceilings let the band of this priority send a request now."""
         if self._ceiling is None:
             return True
-        priorities = sorted({priority, *(band.priority for band in self.queues.bands())}, reverse=True)
-        return self._ceiling.allowed(self.gate.level(fleet, now), priorities)[priorities.index(priority)]
+        return self._allowed(self._ceiling, {priority}, fleet, now)[priority]
+
+    def _allowed(self, ceiling: Ceiling, more: Set[int], fleet: Fleet, now: float) -> dict[int, bool]:
+        """Return which bands the ceiling lets send now, by priority: those that are configured or had a request, and
+        `more`. Configured bands count before their first request, so that there is room for it."""
+        seen = (band.priority for band in self.queues.bands())
+        priorities = sorted({*self._priorities, *more, *seen}, reverse=True)
+        return dict(zip(priorities, ceiling.allowed(self.gate.level(fleet, now), priorities), strict=True))
 
     def _served(self, fleet: Fleet, now: float) -> tuple[Sequence[Band], bool]:
         """Return the bands in the order in which they may send now, and whether ceilings hold back waiting requests."""
         bands = self.queues.bands()
         if self._ceiling is None or not bands:
             return self._shares.order(bands), False
-        allowed = self._ceiling.allowed(self.gate.level(fleet, now), [band.priority for band in bands])
-        free = [band for band, may in zip(bands, allowed, strict=True) if may]
+        allowed = self._allowed(self._ceiling, frozenset(), fleet, now)
+        free = [band for band in bands if allowed[band.priority]]
         return self._shares.order(free), any(band.count for band in bands if band not in free)
 
     def dispatch(self, fleet: Fleet, now: float) -> Bound | None:

@@ -19,6 +19,7 @@ from fairlead.core.flow import Limit
 from fairlead.core.gates import LedgerGate
 from fairlead.core.policy import Refused
 from fairlead.core.request import Request
+from fairlead.testing import fleet
 
 ONE = "endpoints: ['127.0.0.1:8000']\n"
 
@@ -258,3 +259,22 @@ def test_a_criticality_without_flow_control_is_noted(beside: str, noted: bool) -
     notes = [str(note) for note in load(f"{ONE}{models}\n{beside}").notes]
     assert any("batch is Sheddable, but without flow control" in note for note in notes) is noted
     assert not any("flow control" in str(note) for note in load(f"{ONE}models: [{{name: a}}]\n{beside}").notes)
+
+
+def test_bands_are_held_back_before_higher_bands_had_a_request() -> None:
+    text = """
+flowControl:
+  saturation: {type: concurrency-detector, maxConcurrency: 4}
+  ceiling: {type: priority-holdback-policy, minCeiling: 0.5}
+  bands: [{priority: 100}, {priority: -10}]
+"""
+    flow, pool = flow_controller(text).flow, fleet("e0")
+    for number in (1, 2, 3):
+        outcome = flow.arrived(request(number, priority=-10), pool, 0.0)
+        assert (outcome is None) == (number < 3), "the other half is for higher bands"
+        if outcome is None:
+            pool.charge(request(number, priority=-10), 0, 0.0, 0, 10)
+    assert flow.dispatch(pool, 0.0) is None
+    flow.arrived(request(4, priority=100), pool, 0.0)
+    bound = flow.dispatch(pool, 0.0)
+    assert bound is not None and bound.waiting.request.id == 4
