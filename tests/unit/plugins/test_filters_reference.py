@@ -147,3 +147,11 @@ def test_when_all_are_past_their_set_point_the_scorers_decide() -> None:
     )
     assert_routed(profile, request(), pool, "e1")
     assert not choose(profile, request(), pool).overloaded
+
+
+def test_prefix_affinity_with_a_penalty_of_0_always_stays() -> None:
+    asked = request("a conversation " * 300)
+    pool = fleet("e0", "e1")
+    holds(pool, "e1", asked)
+    busy(pool, "e1", [request(prompt_tokens=100_000)])
+    assert kept(PrefixAffinity(PrefixAffinityParams(max_ttft_penalty_ms=0)), pool, asked) == ["e1"]

@@ -83,7 +83,8 @@ class PrefixAffinityParams(Params):
         validation_alias="maxTTFTPenaltyMs",
         serialization_alias="maxTTFTPenaltyMs",
         ge=0,
-        description="Keep all endpoints if the best home would answer this many ms later than the best other.",
+        description="Keep all endpoints if the best home would answer more than this many ms later than the best "
+        "other; 0 = never.",
     )
     ttft_source: Literal["prefillThroughput", "latencyPredictor"] = Field(
         default="prefillThroughput",
@@ -116,6 +117,8 @@ class PrefixAffinity(Plain[PrefixAffinityParams]):
         unsticky = left & ~sticky
         if not np.count_nonzero(sticky) or not np.count_nonzero(unsticky):
             return None
+        if not params.max_ttft_penalty_ms:
+            return sticky
         if params.ttft_source == "latencyPredictor":
             waits = ttft_ms(request, fleet, cycle)
         else:
