@@ -184,21 +184,23 @@ class UtilizationDetector(Plain[UtilizationDetectorParams]):
 
 class ConcurrencyDetectorParams(Params):
     max_concurrency: Positive = Field(default=100.0, description="Requests in flight, per endpoint.")
-    max_token_concurrency: Positive = Field(default=1e6, description="Prompt tokens in flight, per endpoint.")
+    max_token_concurrency: Positive = Field(
+        default=1e6, description="Uncached prompt tokens before their first token, per endpoint."
+    )
     concurrency_mode: Literal["requests", "tokens", "hybrid"] = Field(
         default="requests", description="What counts; `hybrid` is the larger of both."
     )
 
 
 class ConcurrencyDetector(Plain[ConcurrencyDetectorParams]):
-    """Mean over endpoints of our own requests, prompt tokens or the larger of both, as a share of the maximum."""
+    """Mean over endpoints of our requests, uncached prompt tokens or the larger of both, as a share of the maximum."""
 
     type = "concurrency-detector"
     Params = ConcurrencyDetectorParams
 
     def level(self, fleet: FleetView, now: float) -> float:
         table, params = fleet.table, self._params
-        requests, tokens = table.inflight / params.max_concurrency, table.kv_tokens / params.max_token_concurrency
+        requests, tokens = table.inflight / params.max_concurrency, table.pending_tokens / params.max_token_concurrency
         if params.concurrency_mode == "hybrid":
             return mean(np.maximum(requests, tokens), table.alive)
         return mean(requests if params.concurrency_mode == "requests" else tokens, table.alive)

@@ -136,3 +136,12 @@ def test_concurrency_counts_our_own():
 def test_a_gate_that_never_opens_is_refused(arguments):
     with pytest.raises(ValueError, match="never open"):
         LedgerGate(*arguments)
+
+
+def test_concurrency_by_tokens_counts_uncached_ones_until_the_first_token():
+    fleet = pool(2)
+    detector = ConcurrencyDetector(ConcurrencyDetectorParams(concurrency_mode="tokens", max_token_concurrency=10_000))
+    lease = fleet.charge(Request(id=1, arrived=NOW, prompt_tokens=10_000), 0, NOW, 8000, 500.0)
+    assert detector.level(fleet, NOW) == pytest.approx(0.1)
+    fleet.first_token(lease, NOW + 1)
+    assert detector.level(fleet, NOW + 1) == 0.0
