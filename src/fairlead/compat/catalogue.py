@@ -283,6 +283,7 @@ SCORERS: Table = {
         "prefix-aware",
         ref.PrecisePrefix,
         status="deprecated",
+        also="extractor",
         use=_prefix_aware,
         note=LEARNED,
         settings=_events,
@@ -415,7 +416,7 @@ PRODUCERS: Table = {
     "token-producer": Entry("producer", "built in", ref.TokenProducer, note=_tokens),
     "tokenizer": Entry("producer", "built in", ref.TokenProducer, status="deprecated", note=_tokens),
     "approx-prefix-cache-producer": Entry(
-        "producer", "built in; blockSizeTokens → hashBlockSize", ref.ApproxPrefix, note=_approx
+        "producer", "built in; blockSizeTokens → hashBlockSize", ref.ApproxPrefix, also="extractor", note=_approx
     ),
     "precise-prefix-cache-producer": Entry(
         "producer",
@@ -429,6 +430,7 @@ PRODUCERS: Table = {
         "producer",
         "built in: the ledger of leases",
         ref.InflightLoad,
+        also="extractor",
         note=lambda p: "the ledger charges uncached prompt tokens" if p.add_estimated_output_tokens else "",
     ),
     "predicted-latency-producer": Entry(
@@ -441,6 +443,7 @@ PRODUCERS: Table = {
         "producer",
         "built in: prefix index",
         ref.MmProducer,
+        also="extractor",
         note="media are part of the prefix that is matched; there is no cache of items beside it",
     ),
     "session-id-producer": Entry("producer", "built in: session headers", ref.SessionIdProducer, refused=_session_id),

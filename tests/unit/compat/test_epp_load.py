@@ -502,3 +502,16 @@ def test_a_latency_scorer_goes_by_latency_without_an_slo_too() -> None:
     profile = "schedulingProfiles: [{name: default, plugins: [{pluginRef: latency-scorer}]}]\n"
     (scorer,) = read(HEAD + plugins + profile).policy.scorers
     assert (scorer.parameters.without_slo, scorer.parameters.ttft_weight) == ("latency", 2.0)
+
+
+@pytest.mark.parametrize(
+    "producer",
+    [
+        "mm-embeddings-cache-producer", "precise-prefix-cache-producer", "precise-prefix-cache-scorer",
+        "inflight-load-producer", "approx-prefix-cache-producer",
+    ],
+)  # fmt: skip
+def test_what_follows_endpoints_may_stand_as_an_extractor(producer: str) -> None:
+    plugins = f"plugins: [{{type: endpoint-notification-source}}, {{type: {producer}}}]\n"
+    source = f"{{pluginRef: endpoint-notification-source, extractors: [{{pluginRef: {producer}}}]}}"
+    read(f"{HEAD}{plugins}dataLayer: {{sources: [{source}]}}\n")
