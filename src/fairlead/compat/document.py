@@ -49,11 +49,20 @@ class Discovery(Section):
     endpoints: Ref | None = None
 
 
+class CrossReplica(Section):
+    """As in `llm-d.ai/v1`; the older fields begin with `crossReplica`."""
+
+    syncer_plugin_ref: str = ""
+    sync_interval: Seconds | None = None
+    publish_timeout: Seconds | None = None
+
+
 class DataLayer(Section):
     inject_defaults: bool = True
     sources: tuple[DataSource, ...] | None = None
     discovery: Discovery | None = None
     peer_discovery: Ref | None = None
+    cross_replica: CrossReplica | None = None
     cross_replica_syncer_plugin_ref: str = ""
     cross_replica_sync_interval: Seconds = 0.2
 

@@ -369,6 +369,12 @@ class Translator:
         if layer.peer_discovery is not None or layer.cross_replica_syncer_plugin_ref:
             key = "peerDiscovery" if layer.peer_discovery is not None else "crossReplicaSyncerPluginRef"
             self._report.add((*layer_place, key), "state is not shared between replicas", "leave it out")
+        if layer.cross_replica is not None:
+            cross = (*layer_place, "crossReplica")
+            if layer.cross_replica.syncer_plugin_ref:
+                self._report.add((*cross, "syncerPluginRef"), "state is not shared between replicas", "leave it out")
+            else:
+                self._report.note(cross, "no effect without a syncer")
         if not layer.inject_defaults and not any(each.type == "metrics-data-source" for each in self._listed):
             self._report.note((*layer_place, "injectDefaults"), "metrics of endpoints are read all the same")
         if layer.discovery is None:

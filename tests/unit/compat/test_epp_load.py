@@ -515,3 +515,10 @@ def test_what_follows_endpoints_may_stand_as_an_extractor(producer: str) -> None
     plugins = f"plugins: [{{type: endpoint-notification-source}}, {{type: {producer}}}]\n"
     source = f"{{pluginRef: endpoint-notification-source, extractors: [{{pluginRef: {producer}}}]}}"
     read(f"{HEAD}{plugins}dataLayer: {{sources: [{source}]}}\n")
+
+
+def test_cross_replica_of_v1_is_known() -> None:
+    head = HEAD.replace("v1alpha1", "v1") + "plugins: [{type: queue-scorer}]\n"
+    read(head + "dataLayer: {crossReplica: {syncInterval: 200ms, publishTimeout: 1s}}\n")
+    with pytest.raises(ConfigError, match="leave it out"):
+        read(head + "dataLayer: {crossReplica: {syncerPluginRef: s}}\n")
