@@ -155,3 +155,13 @@ def test_prefix_affinity_with_a_penalty_of_0_always_stays() -> None:
     holds(pool, "e1", asked)
     busy(pool, "e1", [request(prompt_tokens=100_000)])
     assert kept(PrefixAffinity(PrefixAffinityParams(max_ttft_penalty_ms=0)), pool, asked) == ["e1"]
+
+
+def test_prefix_affinity_close_to_1_is_met_by_all_whole_blocks() -> None:
+    plugin = PrefixAffinity(PrefixAffinityParams(affinity_threshold=0.99))
+    for length in range(2000, 60_000, 777):
+        asked = request("abcdefgh" * (length // 8))
+        pool = fleet("e0", "e1", "e2")
+        holds(pool, "e1", asked)
+        holds(pool, "e2", request("abcdefgh" * (length * 7 // 64)))
+        assert kept(plugin, pool, asked) == ["e1"], length

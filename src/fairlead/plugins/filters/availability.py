@@ -73,7 +73,9 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 class PrefixAffinityParams(Params):
     affinity_threshold: Share = Field(
-        default=0.8, description="Share of the prompt that an endpoint must hold to count as its home."
+        default=0.8,
+        description="Share of the prompt that an endpoint must hold to count as its home. Above 0.8, it is enough to "
+        "hold all whole blocks.",
     )
     exploration_probability: Share = Field(
         default=0.0, description="Probability that all endpoints are kept, to spread hot prefixes."
@@ -96,6 +98,10 @@ class PrefixAffinityParams(Params):
     )
 
 
+#: A share that always says that an endpoint is a home; the default threshold.
+_SURE = 0.8
+
+
 class PrefixAffinity(Plain[PrefixAffinityParams]):
     """Keeps endpoints that hold at least `affinityThreshold` of the prompt; all if none does, or if these are too slow.
 
@@ -113,7 +119,7 @@ class PrefixAffinity(Plain[PrefixAffinityParams]):
         if share is None or (params.exploration_probability and cycle.rng.random() < params.exploration_probability):
             return None
         left = fleet.table.alive if cycle.left is None else cycle.left
-        sticky = (share >= params.affinity_threshold) & left
+        sticky = (share >= _attainable(request, params.affinity_threshold)) & left
         unsticky = left & ~sticky
         if not np.count_nonzero(sticky) or not np.count_nonzero(unsticky):
             return None
@@ -126,6 +132,15 @@ class PrefixAffinity(Plain[PrefixAffinityParams]):
         if float(waits[sticky].min() - waits[unsticky].min()) > params.max_ttft_penalty_ms:
             return None
         return sticky
+
+
+def _attainable(request: Request, threshold: float) -> float:
+    """Return the threshold; if no share can reach it, because the last bytes of a prompt are in no block, the highest
+    share that can. Not less than `_SURE`: what a short prompt has in blocks may only be what all prompts begin with."""
+    ends = request.prefix.ends
+    if threshold <= _SURE or not ends or not request.prompt_bytes:
+        return threshold
+    return min(threshold, max(ends[-1] / max(request.prompt_bytes, ends[-1]), _SURE))
 
 
 class SloTierParams(Params):
