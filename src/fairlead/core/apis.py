@@ -92,6 +92,12 @@ _MAX_SEGMENTS = max(path.count("/") for path in EXACT)
 _STORED = re.compile(r"/v1/(?:responses/resp|conversations/conv)[_-][\w-]*(?:/[\w-]+){0,2}\Z", re.ASCII)
 
 
+def untimed(api: str, path: str) -> bool:
+    """Return whether a request's tokens say nothing about the time that it takes, because its answer is an image or
+    speech. The engine may compute it for minutes, and its token counters do not move."""
+    return api == IMAGES or (api == AUDIO and "/audio/speech" in path)
+
+
 #: Path syntax that servers may normalise: escapes, empty and dot segments, parameters, a whole URL.
 _ODD = re.compile(r"%|//|/\.|\\|;|^[^/]")
 _AUTHORITY = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")

@@ -49,7 +49,7 @@ _USUAL = tuple(ChainHasher().borders(1 << 40))
 class Charged(Struct, frozen=True, array_like=True, gc=False):
     """A lease at the endpoint of that position, with fields as in `Lease`. `age`: how long before the message it was
     charged, in `AGE_UNIT`. `ttft_ms`: the forecast. `more`: the request has another lease, too, because it was moved
-    or this one is only for its prompt."""
+    or this one is only for its prompt. `untimed`: as in `apis.untimed`."""
 
     endpoint: Count
     age: Count
@@ -62,6 +62,7 @@ class Charged(Struct, frozen=True, array_like=True, gc=False):
     adapter: str = ""
     sequences: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
     more: bool = False
+    untimed: bool = False
 
 
 class Sent(Struct, frozen=True, array_like=True, gc=False):

@@ -28,6 +28,7 @@ from typing import TypeVar
 import numpy as np
 from msgspec import Struct, field
 
+from fairlead.core.apis import IMAGES, OTHER
 from fairlead.core.clock import Clock
 from fairlead.core.cost import LONG_TOKENS
 from fairlead.core.demand import PeersLoad
@@ -60,8 +61,13 @@ MOST_ORIGINS, MOST_LEASES, MOST_BEYOND, MOST_UNKNOWN = 256, 262_144, 4096, 1024
 TIMER, CHARGED_AT_ONCE = "peer-snapshots", 128
 #: Upper bound of a dictionary's `size`: of 16 bytes each. One that is full of the longest prompts has 8 million.
 MOST_BLOCKS = 8 << 20
-#: Stand-ins for the requests of peers, which are not known here. Only whether the first token is seen matters.
-_REQUESTS = {stream: Request(id=-1, arrived=0.0, stream=stream) for stream in (False, True)}
+#: Stand-ins for the requests of peers, which are not known here. What matters is whether the first token is seen, and
+#: whether tokens say how long the answer takes: by (`Charged.blind`, `Charged.untimed`).
+_REQUESTS = {
+    (blind, untimed): Request(id=-1, arrived=0.0, api=IMAGES if untimed else OTHER, stream=not blind)
+    for blind in (False, True)
+    for untimed in (False, True)
+}
 #: Seconds between two measurements of the work that peers send, and the weight of the newest one.
 SPREAD_S, SPREAD_SHARE = 1.0, 0.5
 DELAY_SHARE = 0.1
@@ -361,7 +367,7 @@ class Peers:
             self._unknown(view, endpoint)
             return
         lease = view.leases[number] = Lease(
-            _REQUESTS[not charged.blind],
+            _REQUESTS[charged.blind, charged.untimed],
             slot,
             self._ids[endpoint],
             now,

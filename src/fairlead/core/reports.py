@@ -14,6 +14,7 @@ from itertools import islice
 from math import inf
 from typing import Any
 
+from fairlead.core.apis import untimed
 from fairlead.core.facts import (
     AGE_UNIT,
     BROKEN,
@@ -300,6 +301,7 @@ def _charge(lease: Lease, endpoints: _Endpoints, now: float) -> Charged:
         lease.adapter,
         lease.sequences,
         lease.auxiliary or bool(lease.unreached),
+        untimed(lease.request.api, lease.request.path),
     )
 
 

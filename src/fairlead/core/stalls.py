@@ -20,6 +20,8 @@ Theory
 
   If the page does not report tokens or memory at each step, or does not change although first tokens come, silence is
   also plausible until the first answer is overdue (`overdue_s`).
+* While an endpoint has a request for an image or speech (`apis.untimed`), any silence is plausible: no token counter
+  moves, and no forecast says how long the answer takes.
 * An endpoint is *suspect* when its silence is longer than plausible, and *out* after `OUT` times that. With the least
   values and a scrape every 0.2 s: suspect after 1.4 s, out after 3.2 s. Suspect endpoints get requests only if no other
   can serve them, endpoints that are out only if all others are out too (`plugins.filters.availability.Health`).
@@ -35,7 +37,8 @@ Once a request is *overdue*, `Route.hedge_after_ms` lets the gateway send it to 
 
       stream   OVERDUE × `Forecast.known_high_ms`, at least `OVERDUE_S`
       other    that, plus twice the time for the most tokens that it may generate (without a limit, ten times the
-               expected ones), at least `OVERDUE_WHOLE_S`; if that is more than `NEVER_S`, it is never overdue
+               expected ones), at least `OVERDUE_WHOLE_S`; if that is more than `NEVER_S`, it is never overdue.
+               Images and speech are never overdue
 
 Each wasted hedge (the first endpoint answered after all, or did not hang) lengthens these times by a quarter, and each
 other request shortens them again. So at most about one request in fifty is hedged needlessly, even if forecasts are bad
@@ -46,6 +49,7 @@ from math import ceil, inf
 
 from msgspec import Struct
 
+from fairlead.core.apis import untimed
 from fairlead.core.endpoint import Sample
 from fairlead.core.ledger import Lease, Ledger
 from fairlead.core.predictor import Predictor
@@ -296,7 +300,10 @@ class Stalls:
     def _plausible(self, slot: int, watched: _Watched, now: float) -> float:
         """Return the seconds for which silence is plausible, by the module's rules."""
         plausible = max(PLAUSIBLE_S, PACED * self._pace(watched, now))
-        pending = [lease for lease in self._ledger.of_slot(slot) if lease.pending or lease.blind]
+        leases = self._ledger.of_slot(slot)
+        if any(untimed(lease.request.api, lease.request.path) for lease in leases):
+            return inf
+        pending = [lease for lease in leases if lease.pending or lease.blind]
         if pending:
             largest = max(pending, key=lambda lease: lease.work_us)
             forecast = largest.forecast
@@ -349,6 +356,13 @@ def overdue_s(lease: Lease, begins: bool) -> float:
         return inf
     if begins:
         return first if first > OVERDUE_S else OVERDUE_S
-    tokens = lease.request.max_tokens or 20.0 * lease.growth_tokens / lease.sequences
+    tokens = lease.request.max_tokens or _unlimited(lease)
     full = first + 2e-3 * tokens * lease.forecast.tpot_ms
     return full if full > OVERDUE_WHOLE_S else OVERDUE_WHOLE_S
+
+
+def _unlimited(lease: Lease) -> float:
+    """Return the most tokens that an answer without a limit plausibly has; `inf` = its tokens say nothing."""
+    if untimed(lease.request.api, lease.request.path):
+        return inf
+    return 20.0 * lease.growth_tokens / lease.sequences

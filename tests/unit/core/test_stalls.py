@@ -266,6 +266,39 @@ def test_a_long_prefill_is_no_hang() -> None:
     assert rig.fleet.table.suspicion[slot] == WELL
 
 
+@pytest.mark.parametrize("told", [False, True], ids=["own", "of-a-peer"])
+@pytest.mark.parametrize("path", ["/v1/images/generations", "/v1/audio/speech", "/openai/v1/audio/speech"])
+def test_an_image_or_speech_that_takes_long_is_no_hang(path: str, told: bool) -> None:
+    """Neither its forecast nor the page's token counters, which stand still, say how long it takes."""
+    fleet = SharedFleet()
+    rig, sender = Rig(1 if told else 2), Rig(1, fleet)
+    first = sender if told else rig
+    api = "images" if "images" in path else "audio"
+    route = first.send(took=60.0, stream=False, max_tokens=0, api=api, path=path)
+    assert route.hedge_after_ms == 0.0
+    if told:
+        rig.feed(PeerHeard("peer", fleet.reports.batch(rig.clock.now)))
+        rig.feed(MetricsSampled("e0", rig.clock.now, Sample(waiting=0.0, running=0.0, generation_tokens=0.0)))
+    name = route.endpoint.id
+    rig.hung.add(name)
+    rig.pages[name] = Sample(waiting=0.0, running=1.0, kv_usage=0.0, generation_tokens=0.0)
+    for _ in range(150):
+        rig.step()
+    assert rig.told == []
+
+
+def test_a_transcription_that_hangs_is_found() -> None:
+    """Its answer is tokens, which the page counts."""
+    rig = Rig()
+    rig.warm()
+    route = rig.send(stream=False, api="audio", path="/v1/audio/transcriptions")
+    assert route.hedge_after_ms > 0.0
+    rig.hung.add(route.endpoint.id)
+    for _ in range(30):
+        rig.step()
+    assert rig.suspicion(route.endpoint.id) == OUT_OF_USE
+
+
 def test_an_engine_that_is_slower_than_thought_is_soon_known_to_be() -> None:
     """Steps of 4 s, of which the page shows nothing: suspected at first, and then no more."""
     rig = Rig(1)
