@@ -362,6 +362,10 @@ async def test_fail_closed_refuses_what_nobody_scheduled() -> None:
 
 
 async def test_errors_have_one_form_and_refusals_pass_as_they_are() -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"x" * 900
+        yield b"x" * 900
+
     async with world(body_limit=1000) as w:
         answer = await w.post(body=b"x" * 1001)
         assert answer.status == 413 and answer.headers["content-type"] == "application/json"
@@ -369,6 +373,9 @@ async def test_errors_have_one_form_and_refusals_pass_as_they_are() -> None:
         w.picker.mode = "refuse"
         refused = await w.post()
         assert (refused.status, refused.body) == (429, b'{"a":1}')
+        answer = await w.post(body=pieces())
+        assert answer.status == 413, "whatever the scheduler says of the part that it saw"
+        assert answer.json()["error"]["message"] == "the request body is larger than 1000 bytes"  # type: ignore[index]
 
 
 async def raw(world_: World, request: bytes, *more: bytes) -> bytes:

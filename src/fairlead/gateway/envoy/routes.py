@@ -329,11 +329,15 @@ def _replies(
 ) -> Iterator[Json]:
     """Errors in one format, for requests that pass these filters. `fallback_type`: for any other status."""
     too_large = (413, f"the request body is larger than {body_limit} bytes")
-    tests = {f"startsWith('cluster_') && xds.route_name == '{_TOO_LARGE}'": too_large}
-    tests |= {"startsWith('request_payload_too_large')": too_large}
-    tests |= {f"startsWith('{reason}')": reply for reason, reply in _TEXTS.items()}
-    for test, (status, text) in tests.items():
-        denied: Json = {"filter": _all_of(*where, _details(test)), "status_code": status}
+    tests = [
+        (_details(f"startsWith('cluster_') && xds.route_name == '{_TOO_LARGE}'"), too_large),
+        (_details("startsWith('request_payload_too_large')"), too_large),
+        # The scheduler saw what was left of a discarded body, and may have refused that as broken.
+        (_discarded(), too_large),
+        *((_details(f"startsWith('{reason}')"), reply) for reason, reply in _TEXTS.items()),
+    ]
+    for test, (status, text) in tests:
+        denied: Json = {"filter": _all_of(*where, test), "status_code": status}
         form = body(types.get(status, fallback_type))
         later = _RETRY_SOON if status == 503 else {}
         yield {**denied, "body": {"inline_string": text}, "body_format_override": form, **later}
@@ -366,6 +370,11 @@ def _where(header: str, pattern: str) -> Json:
 def _status(status: int) -> Json:
     value = {"default_value": status, "runtime_key": f"fairlead.local_reply.{status}"}
     return {"status_code_filter": {"comparison": {"op": "EQ", "value": value}}}
+
+
+def _discarded() -> Json:
+    present = {"filter": OWN_NAMESPACE, "path": [{"key": TOO_LARGE}], "value": {"present_match": True}}
+    return {"metadata_filter": {"matcher": present, "match_if_key_not_found": False}}
 
 
 def _not_ours() -> Json:
