@@ -196,6 +196,12 @@ class OutcomeRecord(Struct, frozen=True, kw_only=True, gc=False):
         """TTFT from the moment the request was sent, as in its forecast; below 0 = not known."""
         return max(self.ttft_ms - self.queued_ms, 0.0) if self.ttft_ms >= 0.0 else -1.0
 
+    @property
+    def tokens_each(self) -> float:
+        """Tokens of one of the request's sequences, on average: the engine computes all at the same time. Below 0 = not
+        known."""
+        return self.completion_tokens / self.request.sequences
+
 
 class StallRecord(Struct, frozen=True, gc=False):
     """An endpoint seems to hang, or makes progress again; see `fairlead.core.stalls`."""

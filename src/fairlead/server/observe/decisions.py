@@ -311,13 +311,8 @@ def prediction(decision: DecisionRecord, outcome: OutcomeRecord | None) -> dict[
     cached = outcome.cached_tokens if outcome is not None and outcome.cached_tokens >= 0 else None
     tpot, streamed = None, decision.request.stream
     judged = streamed and not answered_by(decision, outcome)
-    if (
-        streamed
-        and outcome is not None
-        and outcome.completion_tokens > 1
-        and outcome.duration_ms > outcome.ttft_ms >= 0
-    ):
-        tpot = (outcome.duration_ms - outcome.ttft_ms) / (outcome.completion_tokens - 1)
+    if streamed and outcome is not None and outcome.tokens_each > 1 and outcome.duration_ms > outcome.ttft_ms >= 0:
+        tpot = (outcome.duration_ms - outcome.ttft_ms) / (outcome.tokens_each - 1)
     return {
         "ttft_ms": {
             "predicted": round(forecast.ttft_ms, 3),

@@ -340,14 +340,14 @@ class SchedulerMetrics:
         bundle.duration.observe_all(list(map(_SECONDS, milliseconds)), list(map(_REQUEST_ID, known)))
         counted, _ = _with_known(known, _COMPLETION_TOKENS)
         finished = [r for r in counted if r.completion_tokens > 0]
-        bundle.ntpot.observe_all([r.duration_ms / 1000 / r.completion_tokens for r in finished])
+        bundle.ntpot.observe_all([r.duration_ms / 1000 / r.tokens_each for r in finished])
         known, milliseconds = _with_known(records, _TTFT)
         ttft = bundle.ttft_stream if stream else bundle.ttft
         ttft.observe_all(list(map(_SECONDS, milliseconds)), list(map(_REQUEST_ID, known)))
         missed = {"ttft": sum(0.0 < r.request.slo_ttft_ms < r.ttft_ms for r in known) if any(map(_SLO, known)) else 0}
         if stream:
-            paced = [r for r in finished if r.completion_tokens > 1 and r.duration_ms >= r.ttft_ms >= 0]
-            tpot_ms = [(r.duration_ms - r.ttft_ms) / (r.completion_tokens - 1) for r in paced]
+            paced = [r for r in finished if r.tokens_each > 1 and r.duration_ms >= r.ttft_ms >= 0]
+            tpot_ms = [(r.duration_ms - r.ttft_ms) / (r.tokens_each - 1) for r in paced]
             bundle.tpot.observe_all(list(map(_SECONDS, tpot_ms)))
             missed["tpot"] = sum(0.0 < r.request.slo_tpot_ms < ms for r, ms in zip(paced, tpot_ms, strict=True))
             for record in known:

@@ -148,6 +148,16 @@ def test_an_outcome(watched: Watched) -> None:
     assert errors == {f"llm_d_epp_request_error_total{{error_code=ModelServerError,{ML}}}": 0}, "the first is seen"
 
 
+def test_several_sequences_at_once_are_not_faster_tokens(watched: Watched) -> None:
+    asked = request(sequences=4, slo_tpot_ms=50.0)
+    watched.metrics.on_decisions([routed(asked)], [0.001])
+    watched.metrics.on_outcomes([ended(asked, ttft_ms=90.0, duration_ms=1090.0, completion_tokens=44)])
+    found = watched.samples()
+    assert found[f"llm_d_epp_request_streaming_tpot_seconds_sum{{{ML}}}"] == pytest.approx(0.1)
+    assert found[f"llm_d_epp_request_ntpot_seconds_sum{{{ML}}}"] == pytest.approx(1.09 / 11)
+    assert [value for name, value in found.items() if "slo_violation" in name and "tpot" in name] == [1.0]
+
+
 def test_refusals_are_counted_from_zero_on(watched: Watched) -> None:
     """`rate` sees nothing of what a series begins with."""
     refusals = {key: value for key, value in watched.samples().items() if key.startswith("fairlead_rejected_total{")}
