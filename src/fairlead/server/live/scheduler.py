@@ -39,7 +39,7 @@ from fairlead.server.live.memory import HeapTrim, LoopLag, keep_heap, settle_mem
 from fairlead.server.live.pool_scheduler import PoolScheduler
 from fairlead.server.live.pools import LivePools
 from fairlead.server.live.wiring import start_tracing
-from fairlead.server.observe.component_metrics import SPEED, GatewayMetrics, show_budget, show_spans
+from fairlead.server.observe.component_metrics import GatewayMetrics, show_budget, show_spans
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.log import get
 from fairlead.server.observe.log import setup as setup_log
@@ -334,7 +334,8 @@ class Live:
         serving = self.serving
         if isinstance(serving, PoolScheduler):
             admins = self._gateway if self._pool else ()
-            ask = watch_gateway(admins, self._kept, serving.registry, serving.troubles)
+            slow = serving.watch.tempo.slow
+            ask = watch_gateway(admins, self._kept, serving.registry, serving.troubles, slow)
             sources = serving.sources(refresh=ask)
             if ask is not None:
                 stack.push_async_callback(cancelled, asyncio.create_task(self._look_at_gateway(ask)))
@@ -433,7 +434,11 @@ def _buffered(config: Config) -> int:
 
 
 def watch_gateway(
-    where: Sequence[str], keep: Path | None, registry: Registry, troubles: Troubles
+    where: Sequence[str],
+    keep: Path | None,
+    registry: Registry,
+    troubles: Troubles,
+    slow: Callable[[], bool] = lambda: False,
 ) -> Callable[[], Awaitable[None]] | None:
     """Show in metrics how many requests the embedded gateway balanced by itself, its memory, and whether it answers.
 
@@ -445,12 +450,13 @@ def watch_gateway(
     scheduler. The file `keep` has the counts of Envoys that died.
 
     `where`: the admin page of each of its Envoys, a socket's path or a port of 127.0.0.1; empty = no embedded gateway.
+    `slow`: whether this process is too slow to read their answers in time.
     """
     if not where:
         return None
     admins = [EnvoyAdmin.from_address(each) for each in where]
     now = asyncio.get_running_loop().time
-    shown = GatewayMetrics(registry, keep, len(admins), now, lambda: SPEED in troubles.present)
+    shown = GatewayMetrics(registry, keep, len(admins), now, slow)
     troubles.watch("gateway", shown.trouble)
     troubles.watch("issuer", shown.keyless)
 

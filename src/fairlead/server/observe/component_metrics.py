@@ -174,7 +174,7 @@ def _kind(verdict: ShadowVerdict) -> str:
 SPEED = "speed"
 #: The event loop is too slow if its timers fire this many seconds late, smoothed: each turn has the weight `_WEIGHT`.
 SLOW_S, _WEIGHT = 0.2, 0.3
-#: Seconds for which it still counts as slow, so that a long pause every few seconds is one trouble.
+#: Seconds for which it is still reported as slow, so that a long pause every few seconds is one trouble.
 CALM_S = 10.0
 #: A policy is named as the cause if it takes at least this share of the time.
 _DOMINATES = 0.3
@@ -187,7 +187,7 @@ class Tempo:
     def __init__(self, policies: Mapping[tuple[str, ...], Histogram], now: Callable[[], float]) -> None:
         self._policies, self._now = policies, now
         self._late_s = 0.0
-        #: Until when the event loop counts as slow (clock seconds), and the longest delay of its timers since it does.
+        #: Until when the event loop is reported as slow (clock seconds), and the longest delay of its timers since.
         self._slow_until, self._worst_s = -inf, 0.0
         #: When the last turn began and, by policy: seconds and decisions until then.
         self._turned_time = now()
@@ -196,10 +196,10 @@ class Tempo:
 
     def turned(self, late_s: float) -> None:
         """Take the seconds that a timer of the event loop fired late. Call it twice a second."""
-        now, slow = self._now(), bool(self.trouble())
+        now, reported = self._now(), bool(self.trouble())
         self._late_s += _WEIGHT * (late_s - self._late_s)
-        self._worst_s = max(late_s, self._worst_s if slow else 0.0)
-        if self._late_s >= SLOW_S:
+        self._worst_s = max(late_s, self._worst_s if reported else 0.0)
+        if self.slow():
             self._slow_until = now + CALM_S
         took = {key[-1]: (each.sum, sum(each.counts)) for key, each in self._policies.items()}
         passed, self._turned_time = now - self._turned_time, now
@@ -210,6 +210,10 @@ class Tempo:
                 each_ms = 1e3 * (seconds - before_s) / (count - before)
                 cause = f"; the policy '{name}' takes {each_ms:.0f} ms for a decision"
         self._before, self._cause = took, cause
+
+    def slow(self) -> bool:
+        """Whether the event loop is too slow now, unlike `trouble`, which also tells of the last `CALM_S`."""
+        return self._late_s >= SLOW_S
 
     def trouble(self) -> str:
         """Why requests wait for this process; empty = they do not."""

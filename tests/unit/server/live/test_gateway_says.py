@@ -133,7 +133,7 @@ def test_a_slow_scheduler_says_so_and_does_not_blame_the_gateway() -> None:
     registry, now, slow = Registry(), [10.0], [0.0]
     took = histograms("policy", bounds=(0.1,))
     tempo = Tempo(took.children, lambda: now[0])
-    shown = GatewayMetrics(registry, None, 1, lambda: now[0], lambda: bool(tempo.trouble()))
+    shown = GatewayMetrics(registry, None, 1, lambda: now[0], tempo.slow)
     for late_s in (0.0, 0.5, 0.5, 0.6, 0.5, 0.5, 0.5):
         now[0] += 0.5 + late_s
         for _ in range(8 if late_s else 0):
@@ -146,13 +146,33 @@ def test_a_slow_scheduler_says_so_and_does_not_blame_the_gateway() -> None:
     assert tempo.trouble().endswith("its event loop is up to 0.6 s late; the policy 'mine' takes 50 ms for a decision")
     assert not shown.trouble()
     calm = now[0] + CALM_S
-    while tempo.trouble():
+    while tempo.slow():
+        assert not shown.trouble(), "it has its time from then on"
         now[0] += 0.5
         tempo.turned(0.0)
-        assert not shown.trouble(), "it has its time from then on"
+    now[0] += DOWN_S - 0.5
+    assert not shown.trouble()
+    now[0] += 1.0
+    assert shown.trouble() and tempo.trouble(), "an Envoy is judged while the delays are still reported"
+    while tempo.trouble():
+        now[0] += 0.5
     assert calm <= now[0] < calm + 3.0
-    now[0] += DOWN_S
-    assert shown.trouble()
+
+
+def test_pauses_now_and_then_do_not_hide_a_dead_envoy() -> None:
+    now = [10.0]
+    tempo = Tempo({}, lambda: now[0])
+    shown = GatewayMetrics(Registry(), None, 1, lambda: now[0], tempo.slow)
+    reported = []
+    for number in range(100):
+        late_s = 0.0 if number % 10 else 1.2
+        now[0] += 0.5 + late_s
+        tempo.turned(late_s)
+        shown.take([None])
+        assert tempo.trouble()
+        if shown.trouble():
+            reported.append(now[0])
+    assert reported[0] < 20.0 and len(reported) > 10
 
 
 def test_long_pauses_again_and_again_are_one_trouble() -> None:
