@@ -149,6 +149,11 @@ def test_exit_codes_of_our_own_children_are_left_to_who_started_them(setsid: boo
     assert os.waitstatus_to_exitcode(os.waitpid(own, 0)[1]) == 7
 
 
+def test_a_thread_that_has_just_ended_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: [folder / "0" / "children"])
+    reap_adopted()
+
+
 @pytest.mark.parametrize("code", [1, 3])
 async def test_a_scheduler_that_dies_is_followed_by_another_one(tmp_path: Path, code: int) -> None:
     marks = tmp_path / "marks"
