@@ -340,7 +340,7 @@ class SchedulerMetrics:
         bundle.duration.observe_all(list(map(_SECONDS, milliseconds)), list(map(_REQUEST_ID, known)))
         counted, _ = _with_known(known, _COMPLETION_TOKENS)
         finished = [r for r in counted if r.completion_tokens > 0]
-        bundle.ntpot.observe_all([r.duration_ms / 1000 / r.tokens_each for r in finished])
+        bundle.ntpot.observe_all([r.duration_ms / 1000 / r.completion_tokens for r in finished])
         known, milliseconds = _with_known(records, _TTFT)
         ttft = bundle.ttft_stream if stream else bundle.ttft
         ttft.observe_all(list(map(_SECONDS, milliseconds)), list(map(_REQUEST_ID, known)))
