@@ -133,6 +133,12 @@ class PoolScheduler:
         return len({lease.request.id for lease in self.fleet.ledger if lease.request.id >= 0})
 
     @property
+    def waiting(self) -> int:
+        """The number of queued requests."""
+        flow = self.pipeline.flow_controller
+        return len(flow) if flow is not None else 0
+
+    @property
     def endpoints(self) -> int:
         return self.fleet.table.count
 

@@ -97,6 +97,10 @@ class LivePools:
         return sum(pool.scheduler.leases for pool in (*self.pools.values(), *self._ending.values()))
 
     @property
+    def waiting(self) -> int:
+        return sum(pool.scheduler.waiting for pool in (*self.pools.values(), *self._ending.values()))
+
+    @property
     def endpoints(self) -> int:
         return sum(pool.scheduler.endpoints for pool in self.pools.values())
 

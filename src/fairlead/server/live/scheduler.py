@@ -55,9 +55,11 @@ _ENDPOINTS = "endpoints"
 _STOPPING = "shutting down"
 
 #: Seconds between two checks while something is waited for.
-_POLL = 0.05
+POLL_S = 0.05
 #: Seconds in which a gateway notices that this scheduler is not ready: two health checks of `fairlead envoy config`.
 NOTICE_S = 2.5
+#: Seconds in which waiting requests are refused after a second signal, at most: some thousands.
+_REFUSE_S = 1.0
 #: The default limit of `parsing.maxBufferedBytes`; lower on machines with little memory.
 _MOST_BUFFERED = 128 << 20
 
@@ -293,8 +295,12 @@ class Live:
         """Give requests in flight time to finish. A second signal cuts them off, and those that wait are refused."""
         await until_set(self._ending.at_once, self._drain(server))
         if self._ending.at_once.is_set():
-            self.serving.empty_queue()
-            await asyncio.sleep(_POLL)  # until the refusals are sent
+            loop = asyncio.get_running_loop()
+            until = loop.time() + _REFUSE_S
+            self.serving.empty_queue()  # refuses the first few, and the others from a timer
+            while self.serving.waiting and loop.time() < until:
+                await asyncio.sleep(POLL_S)
+            await asyncio.sleep(POLL_S)  # the last refusals are sent
             await server.close(0.0)
 
     async def _drain(self, server: Server) -> None:
@@ -309,7 +315,7 @@ class Live:
         self.serving.empty_queue()  # only now, because a stopped queue refuses new requests
         server.drain()
         while self.serving.leases and loop.time() < until:
-            await asyncio.sleep(_POLL)
+            await asyncio.sleep(POLL_S)
         if isinstance(self.serving, PoolScheduler):
             self.serving.host.logs.end()
         self.health.end_watches()
@@ -380,7 +386,7 @@ class Live:
         beside = bool(self.config.replicas.via) and self._pool is None  # Envoys may ask another worker instead
         for admin in admins:
             while not ((self.health.asked or not beside) and await admin.asks_scheduler() and await admin.listens()):
-                await asyncio.sleep(_POLL)
+                await asyncio.sleep(POLL_S)
         self._is_asked = True
         self._announce()
 

@@ -22,6 +22,7 @@ from fairlead.compat.load import load
 from fairlead.core.events import PeerHeard, RequestArrived, ResponseEnded
 from fairlead.core.reports import SharedFleet
 from fairlead.gateway.health import EXT_PROC, LIVENESS, READINESS, ServingStatus
+from fairlead.gateway.server import Server
 from fairlead.server.live.pool_scheduler import PoolScheduler
 from fairlead.server.live.scheduler import Live
 from fairlead.server.supervise import ENDING, IGNORED
@@ -206,6 +207,34 @@ async def test_a_second_signal_refuses_who_waits(tmp_path: Path, monkeypatch: py
         os.kill(os.getpid(), signal.SIGTERM)
         await run
     assert refused
+
+
+async def test_after_a_second_signal_the_whole_queue_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`StopAsked` refuses the first few only; timers refuse the others."""
+    monkeypatch.setattr("fairlead.server.live.scheduler.NOTICE_S", 600.0)
+    monkeypatch.setattr("fairlead.server.live.scheduler.POLL_S", 0.0)
+    saturation = "{type: concurrency-detector, parameters: {maxConcurrency: 1}}"
+    left = list[int]()
+    async with checked(tmp_path, f"{SHARED}\nflowControl: {{saturation: {saturation}}}") as (live, run, _):
+        for number in range(1, 500):
+            arrived = asyncio.get_running_loop().time()
+            live.driver.feed(RequestArrived(replace(request(model="m"), id=number, arrived=arrived)))
+        assert live.serving.waiting > 200
+        os.kill(os.getpid(), signal.SIGTERM)
+        while live.health.status(READINESS) is ServingStatus.SERVING:
+            await asyncio.sleep(0.01)
+        close = Server.close
+
+        async def closed(server: Server, grace_s: float) -> None:
+            left.append(live.serving.waiting)
+            await close(server, grace_s)
+
+        monkeypatch.setattr(Server, "close", closed)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await run
+    assert left == [0]
 
 
 async def test_lines_that_count_are_written_in_time(busy: Busy, monkeypatch: pytest.MonkeyPatch) -> None:
