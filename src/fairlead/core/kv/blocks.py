@@ -228,14 +228,14 @@ class BlockTable:
         since.stored += new
         return new
 
-    def remove(self, shelf: Shelf, digest: int) -> int:
-        """Remove one copy. Return the copies left; -1 = there was none."""
+    def remove(self, shelf: Shelf, digest: int, copies: int = 1) -> int:
+        """Remove so many copies, at most all. Return the copies left; -1 = there was none."""
         table = shelf.table
         place = table.seek(digest)
         if place < 0:
             return -1
         counts = table.columns[1]
-        left = counts[place] - 1
+        left = counts[place] - copies
         if left > 0:
             counts[place] = left
             return left

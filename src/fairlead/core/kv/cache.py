@@ -145,12 +145,12 @@ class Tail(Struct, eq=False):
         for known, key in zip(hashes, keys, strict=False):
             self.name(known, key)
 
-    def remove(self, digest: int) -> None:
-        """Remove one copy of a block. Blocks that are not known are ignored."""
-        left = self.copies.get(digest, 0) - 1
+    def remove(self, digest: int, copies: int = 1) -> None:
+        """Remove so many copies of a block, at most all. Blocks that are not known are ignored."""
+        left = self.copies.get(digest, 0) - copies
         if left > 0:
             self.copies[digest] = left
-        elif not left:
+        elif left > -copies:
             self.drop(digest)
 
     def drop(self, digest: int) -> None:
@@ -400,13 +400,13 @@ class Orphans:
         while len(self._entries) > self.limit or self.nbytes > self.most_bytes:
             self.give_up()
 
-    def removed(self, shelf: Shelf, digest: int) -> bool:
-        """Remove one copy. Return False if there is no such orphan."""
+    def removed(self, shelf: Shelf, digest: int, copies: int = 1) -> bool:
+        """Remove so many copies, at most all. Return False if there is no such orphan."""
         orphan = self._entries.get((shelf.number, digest))
         if orphan is None:
             return False
-        orphan.copies -= 1
-        if not orphan.copies:
+        orphan.copies -= copies
+        if orphan.copies <= 0:
             self._forget(orphan)
         return True
 

@@ -271,7 +271,7 @@ def _reported(
     place: tuple[int, Tier],
     event: BlocksStored,
     held: Callable[[int], bool],
-    remove: Callable[[int], None],
+    remove: Callable[[int, int], None],
 ) -> Iterator[int] | None:
     """Take back the copies of the store before, if this one shows that it only reported a hit.
 
@@ -309,10 +309,19 @@ def _reported(
         return None
     if not waited:
         reports = {len(former.hashes): 1}
-    steps = chain.from_iterable(
-        _each(former.longest[:count], remove) for count, times in reports.items() for _ in range(times)
-    )
-    return _in_steps(steps, sum(count * times for count, times in reports.items()))
+    return _in_steps(_taken_back(former.longest, reports, remove), max(reports))
+
+
+def _taken_back(hashes: list[int], reports: dict[int, int], remove: Callable[[int, int], None]) -> Iterator[int]:
+    """Remove the copies of all reports in one pass. `reports`: how often so many of the blocks were reported."""
+    start, times = 0, sum(reports.values())
+    for count in sorted(reports):
+        yield from _each(hashes[start:count], partial(_remove, remove, times))
+        start, times = count, times - reports[count]
+
+
+def _remove(remove: Callable[[int, int], None], copies: int, digest: int) -> None:
+    remove(digest, copies)
 
 
 def _note_beginning(cache: RankCache, place: tuple[int, Tier], event: BlocksStored, known: bool) -> None:

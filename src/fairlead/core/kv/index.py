@@ -242,16 +242,16 @@ class KvIndex:
             if place >= 0:
                 shelf.table.columns[1][place] = max(1, copies)
 
-    def remove(self, shelf: Shelf, digest: int) -> None:
-        """Remove one copy of a block."""
+    def remove(self, shelf: Shelf, digest: int, copies: int = 1) -> None:
+        """Remove so many copies of a block, at most all."""
         if shelf.dead:
             return
-        left = self.blocks.remove(shelf, digest)
+        left = self.blocks.remove(shelf, digest, copies)
         counts = shelf.cache.counts
-        if left < 0 and not self.orphans.removed(shelf, digest):
-            counts.removed_unknown += 1
+        if left < 0 and not self.orphans.removed(shelf, digest, copies):
+            counts.removed_unknown += copies
             return
-        counts.removed += 1
+        counts.removed += copies
         if left == 0:
             self.entries -= 1
 

@@ -12,7 +12,7 @@ import pytest
 from kv_blocks import apply_all, copies_of
 
 from fairlead.core.kv.cache import EVERYONE
-from fairlead.core.kv.events import STEP, AllCleared, BlocksRemoved, BlocksStored, KvEvent
+from fairlead.core.kv.events import STEP, AllCleared, BlocksRemoved, BlocksStored, KvEvent, apply
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.keys import prompt_keys
 from fairlead.core.kv.match import BlockChain
@@ -293,3 +293,18 @@ def test_shared_storage_keeps_what_is_reported() -> None:
     engine.batch(store(0, 4))
     engine.batch(store(0, 4), store(4, 6))
     assert engine.cache.blocks == 6
+
+
+def test_many_reports_of_a_prompt_that_waits_are_taken_back_in_one_pass() -> None:
+    engine = Engine()
+    engine.batch(store(0, 1000))
+    for _ in range(30):
+        engine.batch(store(0, 1000))
+    engine.batch(removed(*range(1000, 700, -1)), store(0, 700))
+    for _ in range(20):
+        engine.batch(store(0, 700))
+    engine.batch(store(0, 700))
+    steps = apply(engine.index, engine.cache, store(700, 701), 0.0)
+    assert steps is not None and sum(1 for _ in steps) <= 1000 // STEP + 2
+    assert [engine.copies(digest) for digest in (1, STEP, 700, 701)] == [1] * 4
+    assert engine.copies(702) == engine.copies(1000) == 0
