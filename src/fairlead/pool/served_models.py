@@ -137,6 +137,8 @@ class ServedModels:
         self._free = asyncio.Semaphore(AT_ONCE)
         #: Whether endpoints serve different names, and the union of all names; `None` = to be computed again.
         self._union: tuple[bool, Mapping[str, ModelCard]] | None = None
+        #: Whether there are endpoints, and each has listed its models; `None` = to be computed again.
+        self._all_known: bool | None = None
 
     def up(self, endpoint: Endpoint) -> None:
         """Query an endpoint from now on, or take note that it changed."""
@@ -146,13 +148,14 @@ class ServedModels:
         elif self.period_s:
             self.down(endpoint.id)
             target = self._targets[endpoint.id] = _Target(endpoint)
+            self._all_known = None
             self._schedule(target, 0.0)
 
     def down(self, endpoint_id: str) -> None:
         target = self._targets.pop(endpoint_id, None)
         if target is None:
             return
-        self._union = None
+        self._union = self._all_known = None
         if target.timer is not None:
             target.timer.cancel()
         if target.task is not None:
@@ -191,7 +194,10 @@ class ServedModels:
 
     def knows_all(self) -> bool:
         """Whether there are endpoints, and each of them has listed its models."""
-        return bool(self._targets) and all(target.listed.entries for target in self._targets.values())
+        if self._all_known is None:
+            targets = self._targets.values()
+            self._all_known = bool(targets) and all(target.listed.entries for target in targets)
+        return self._all_known
 
     async def close(self) -> None:
         tasks = [target.task for target in self._targets.values() if target.task is not None]
@@ -227,7 +233,7 @@ class ServedModels:
             target.refused, problem = 0, str(error) or "no answer in time"
         else:
             target.refused = 0
-        target.task = self._union = None
+        target.task = self._union = self._all_known = None
         self._schedule(target, self._pause(target, problem))
         if problem:
             target.looked |= looked

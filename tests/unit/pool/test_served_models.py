@@ -173,7 +173,7 @@ async def test_names_of_unlike_endpoints_are_united(rig: Rig) -> None:
             reader.up(rig.endpoint(name))
             assert not reader.knows_all()
             await rig.heard()
-        assert reader.knows_all()
+            assert reader.knows_all()
         assert reader.union(alike=True).keys() == {"base", "poet"}
         assert reader.union(alike=False) == {}, "all serve the same"
         rig.servers["b"].body = page("critic")
@@ -182,6 +182,8 @@ async def test_names_of_unlike_endpoints_are_united(rig: Rig) -> None:
         assert json.loads(bytes(reader.union(alike=False)["critic"].said)) == CRITIC, "as its server says it"
         reader.down("b")
         assert (reader.union(alike=True).keys(), reader.union(alike=False)) == ({"base", "poet"}, {})
+        reader.down("a")
+        assert not reader.knows_all(), "there are no endpoints"
     finally:
         await reader.close()
 
