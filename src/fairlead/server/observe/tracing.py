@@ -201,12 +201,13 @@ class Tracing:
         decision.end(self._nanoseconds(decided + duration_s))
         if not record.endpoint:
             del self._open[trace]
-            left = record.outcome == LEFT.reason  # nobody receives the status
-            if not left:
-                span.set_attribute("http.response.status_code", record.status)
             span.set_attribute("fairlead.outcome", record.outcome)
-            failed = record.status >= 500 and not left
-            self._fail(span, record.outcome, max(self._now(), decided), failed=failed)
+            end = max(self._now(), decided)
+            if record.outcome == LEFT.reason:  # no error, and nobody receives the status
+                span.end(self._nanoseconds(end))
+            else:
+                span.set_attribute("http.response.status_code", record.status)
+                self._fail(span, record.outcome, end, failed=record.status >= 500)
 
     def on_outcome(self, record: OutcomeRecord) -> None:
         trace = record.request.trace
