@@ -284,7 +284,7 @@ class Live:
     def _is_checked(self) -> bool:
         """Whether a gateway takes this scheduler as healthy and may have others to ask. An embedded gateway has none
         but the other workers, and when it stops, it has sent its last request. Schedulers behind a gateway of their own
-        share `replicas.via`, or a leader's lease in Kubernetes."""
+        share `replicas.via`, or a leader's lease in Kubernetes; independent ones are not recognized."""
         if self._gateway:
             alone = self._beside.workers == 1 or self.health.leaving
         else:
