@@ -197,10 +197,13 @@ class OutcomeRecord(Struct, frozen=True, kw_only=True, gc=False):
         return max(self.ttft_ms - self.queued_ms, 0.0) if self.ttft_ms >= 0.0 else -1.0
 
     @property
-    def tokens_each(self) -> float:
-        """Tokens of one of the request's sequences, on average: the engine computes all at the same time. Below 0 = not
-        known."""
-        return self.completion_tokens / self.request.sequences
+    def tpot_ms(self) -> float:
+        """Time per output token after the first one, if the answer was streamed; below 0 = not known. Of one of the
+        request's sequences, because the engine computes all at the same time."""
+        each = self.completion_tokens / self.request.sequences
+        if each <= 1.0 or not 0.0 <= self.ttft_ms <= self.duration_ms:
+            return -1.0
+        return (self.duration_ms - self.ttft_ms) / (each - 1.0)
 
 
 class StallRecord(Struct, frozen=True, gc=False):

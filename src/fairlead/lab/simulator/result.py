@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct, to_builtins
 
-from fairlead.core.records import DecisionRecord, OutcomeRecord
+from fairlead.core.records import OutcomeRecord
 from fairlead.lab.simulator.journal import Run, decisions
 from fairlead.lab.simulator.simulation import Simulation
 from fairlead.lab.simulator.world import Job
@@ -208,7 +208,7 @@ def of_journal(run: Run, notes: list[str]) -> dict[str, float]:
     notes += run.notes
     rows = [(entry.decision, entry.outcome) for each in (run, *run.beside) for entry in decisions(each)]
     ended = [(decision, outcome) for decision, outcome in rows if outcome is not None and outcome.status == 200]
-    tpot = [value for decision, outcome in ended if (value := _tpot(decision, outcome)) >= 0.0]
+    tpot = [value for decision, outcome in ended if decision.request.stream and (value := outcome.tpot_ms) > 0.0]
     known = [outcome for _, outcome in ended if outcome.cached_tokens >= 0 and outcome.prompt_tokens > 0]
     if len(known) < len(ended):
         notes.append(
@@ -242,12 +242,6 @@ def of_jobs(jobs: Sequence[Job]) -> dict[str, float]:
 
 def _failed(outcome: OutcomeRecord | None) -> bool:
     return outcome is None or outcome.failed or (outcome.status != 200 and outcome.cause != "client-disconnect")
-
-
-def _tpot(decision: DecisionRecord, outcome: OutcomeRecord) -> float:
-    if outcome.completion_tokens < 2 or not decision.request.stream or not 0 <= outcome.ttft_ms < outcome.duration_ms:
-        return -1.0
-    return (outcome.duration_ms - outcome.ttft_ms) / (outcome.completion_tokens - 1)
 
 
 def _figures(

@@ -309,10 +309,9 @@ def prediction(decision: DecisionRecord, outcome: OutcomeRecord | None) -> dict[
         return None
     ttft = round(outcome.sent_ttft_ms, 6) if outcome is not None and outcome.ttft_ms >= 0 else None
     cached = outcome.cached_tokens if outcome is not None and outcome.cached_tokens >= 0 else None
-    tpot, streamed = None, decision.request.stream
+    streamed = decision.request.stream
     judged = streamed and not answered_by(decision, outcome)
-    if streamed and outcome is not None and outcome.tokens_each > 1 and outcome.duration_ms > outcome.ttft_ms >= 0:
-        tpot = (outcome.duration_ms - outcome.ttft_ms) / (outcome.tokens_each - 1)
+    tpot = outcome.tpot_ms if streamed and outcome is not None and outcome.tpot_ms > 0.0 else None
     return {
         "ttft_ms": {
             "predicted": round(forecast.ttft_ms, 3),

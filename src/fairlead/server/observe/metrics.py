@@ -346,10 +346,9 @@ class SchedulerMetrics:
         ttft.observe_all(list(map(_SECONDS, milliseconds)), list(map(_REQUEST_ID, known)))
         missed = {"ttft": sum(0.0 < r.request.slo_ttft_ms < r.ttft_ms for r in known) if any(map(_SLO, known)) else 0}
         if stream:
-            paced = [r for r in finished if r.tokens_each > 1 and r.duration_ms >= r.ttft_ms >= 0]
-            tpot_ms = [(r.duration_ms - r.ttft_ms) / (r.tokens_each - 1) for r in paced]
-            bundle.tpot.observe_all(list(map(_SECONDS, tpot_ms)))
-            missed["tpot"] = sum(0.0 < r.request.slo_tpot_ms < ms for r, ms in zip(paced, tpot_ms, strict=True))
+            paced = [(r, ms) for r in finished if (ms := r.tpot_ms) >= 0.0]
+            bundle.tpot.observe_all([_SECONDS(ms) for _, ms in paced])
+            missed["tpot"] = sum(0.0 < r.request.slo_tpot_ms < ms for r, ms in paced)
             for record in known:
                 if record.forecast is not None:
                     self._judge(bundle, record, record.forecast)
