@@ -32,7 +32,7 @@ from fairlead.gateway.envoy.authentication import authentication, static_secrets
 from fairlead.gateway.envoy.clusters import EXT_PROC, OTHER_HOSTS, UPLOADS, als, clusters, seconds
 from fairlead.gateway.envoy.options import Options
 from fairlead.gateway.envoy.process import STAT_PREFIX
-from fairlead.gateway.envoy.routes import CHUNKED, CORS, LARGE, RECEIVED, local_replies, route_config
+from fairlead.gateway.envoy.routes import CHUNKED, CORS, LARGE, RECEIVED, local_replies, noted, route_config
 from fairlead.gateway.envoy.uploads import bound, discard
 from fairlead.gateway.ext_proc import LB_NAMESPACE
 
@@ -99,9 +99,10 @@ def _als(options: Options, cluster: str, tag: str, value: str) -> Json:
 
 def _uploads_log(options: Options, cluster: str) -> Json:
     flags = {"response_flag_filter": {"flags": list(UPLOAD_ENDS)}}
-    present = {"filter": OWN_NAMESPACE, "path": [{"key": REFUSED_UPLOAD}], "value": {"present_match": True}}
-    refused = {"metadata_filter": {"matcher": present, "match_if_key_not_found": False}}
-    return {**_als(options, cluster, UPLOAD_TAG, UPLOAD), "filter": {"or_filter": {"filters": [flags, refused]}}}
+    return {
+        **_als(options, cluster, UPLOAD_TAG, UPLOAD),
+        "filter": {"or_filter": {"filters": [flags, noted(REFUSED_UPLOAD)]}},
+    }
 
 
 # The HTTP filters of the gateway: how requests reach the scheduler, and what the scheduler sees of responses.

@@ -310,7 +310,7 @@ def _for_grpc(route: Json, cluster: str) -> Json:
 
 
 def _present(key: str, namespace: str = LB_NAMESPACE) -> Json:
-    """Matches if the scheduler's answer has this key in its metadata."""
+    """Matches if the request's metadata has this key; in the default namespace, from the scheduler's answer."""
     return {"filter": namespace, "path": [{"key": key}], "value": {"present_match": True}}
 
 
@@ -333,7 +333,7 @@ def _replies(
         (_details(f"startsWith('cluster_') && xds.route_name == '{_TOO_LARGE}'"), too_large),
         (_details("startsWith('request_payload_too_large')"), too_large),
         # The scheduler saw what was left of a discarded body, and may have refused that as broken.
-        (_discarded(), too_large),
+        (noted(TOO_LARGE), too_large),
         *((_details(f"startsWith('{reason}')"), reply) for reason, reply in _TEXTS.items()),
     ]
     for test, (status, text) in tests:
@@ -372,9 +372,9 @@ def _status(status: int) -> Json:
     return {"status_code_filter": {"comparison": {"op": "EQ", "value": value}}}
 
 
-def _discarded() -> Json:
-    present = {"filter": OWN_NAMESPACE, "path": [{"key": TOO_LARGE}], "value": {"present_match": True}}
-    return {"metadata_filter": {"matcher": present, "match_if_key_not_found": False}}
+def noted(key: str) -> Json:
+    """A filter of logs and local replies: our scripts noted this key of `OWN_NAMESPACE` for the request."""
+    return {"metadata_filter": {"matcher": _present(key, OWN_NAMESPACE), "match_if_key_not_found": False}}
 
 
 def _not_ours() -> Json:
