@@ -295,11 +295,8 @@ class Live:
         """Give requests in flight time to finish. A second signal cuts them off, and those that wait are refused."""
         await until_set(self._ending.at_once, self._drain(server))
         if self._ending.at_once.is_set():
-            loop = asyncio.get_running_loop()
-            until = loop.time() + _REFUSE_S
             self.serving.empty_queue()  # refuses the first few, and the others from a timer
-            while self.serving.waiting and loop.time() < until:
-                await asyncio.sleep(POLL_S)
+            await _until_none(lambda: self.serving.waiting, asyncio.get_running_loop().time() + _REFUSE_S)
             await asyncio.sleep(POLL_S)  # the last refusals are sent
             await server.close(0.0)
 
@@ -314,8 +311,7 @@ class Live:
         await asyncio.sleep(notice_s)
         self.serving.empty_queue()  # only now, because a stopped queue refuses new requests
         server.drain()
-        while self.serving.leases and loop.time() < until:
-            await asyncio.sleep(POLL_S)
+        await _until_none(lambda: self.serving.leases, until)
         if isinstance(self.serving, PoolScheduler):
             self.serving.host.logs.end()
         self.health.end_watches()
@@ -432,6 +428,13 @@ def _log_notes(config: Config) -> None:
     """Log the notes that `fairlead validate` prints about a valid file."""
     for note in config.notes:
         log.warning("note on the configuration", file=config.source, note=str(note))
+
+
+async def _until_none(left: Callable[[], int], until: float) -> None:
+    """Return once there are none left, at the latest at `until` (seconds of the event loop's clock)."""
+    loop = asyncio.get_running_loop()
+    while left() and loop.time() < until:
+        await asyncio.sleep(POLL_S)
 
 
 def _buffered(config: Config) -> int:
