@@ -71,9 +71,13 @@ class Utilization(Plain[UtilizationParams]):
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
+#: A share that always says that an endpoint is a home; the default threshold.
+_SURE = 0.8
+
+
 class PrefixAffinityParams(Params):
     affinity_threshold: Share = Field(
-        default=0.8,
+        default=_SURE,
         description="Share of the prompt that an endpoint must hold to count as its home. Above 0.8, it is enough to "
         "hold all whole blocks.",
     )
@@ -96,10 +100,6 @@ class PrefixAffinityParams(Params):
     peak_prefill_throughput: float = Field(
         default=15_928.0, gt=0, description="Prompt tokens per second of one endpoint."
     )
-
-
-#: A share that always says that an endpoint is a home; the default threshold.
-_SURE = 0.8
 
 
 class PrefixAffinity(Plain[PrefixAffinityParams]):
