@@ -29,8 +29,9 @@ from fairlead.server.observe.snapshot import SnapshotMaker
 VIEWERS = 16
 #: Seconds that one write to a viewer may take.
 PATIENCE = 5.0
-#: Making snapshots may take this share of the process's time. The pause between two is at most `SLOWEST` seconds.
-SHARE, SLOWEST = 0.003, 2.0
+#: Making snapshots may take this share of the process's time. Two are at most `SLOWEST` seconds apart: viewers see each
+#: second.
+SHARE, SLOWEST = 0.003, 0.8
 
 PREFIX = "/dashboard/"
 STREAM, SNAPSHOT = PREFIX + "stream", PREFIX + "snapshot"
