@@ -54,7 +54,7 @@ class Bounds(Struct, frozen=True, kw_only=True):
 
 
 class Row(Struct, kw_only=True):
-    """`failed`: no byte of an answer came; `cut`: it broke off. Memory in MiB: calm, at most, after."""
+    """`failed`: no answer, or a refusal; `cut`: one broke off after its head. Memory in MiB: calm, at most, after."""
 
     name: str
     requests: int = 0
@@ -211,8 +211,8 @@ def _row(name: str, load: list[Record], polite: list[Record], during: tuple[floa
     return Row(
         name=name,
         requests=len(load),
-        failed=sum(bool(record.error) and not record.first_byte for record in load),
-        cut=sum(bool(record.error) and bool(record.first_byte) for record in load),
+        failed=sum(bool(record.error) and record.status != 200 for record in load),
+        cut=sum(bool(record.error) and record.status == 200 for record in load),
         polite=len(polite),
         polite_failed=sum(bool(record.error) for record in polite),
         calm_p99_ms=quantile_ms(before),
