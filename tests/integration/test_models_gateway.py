@@ -243,6 +243,23 @@ async def test_sessions_keep_their_target(tmp_path: Path) -> None:
         assert set(w.asked_for()) == {"a", "b"}
 
 
+@pytest.mark.parametrize("api", ["chat/completions", "messages", "responses"])
+async def test_conversations_without_a_session_keep_their_target(tmp_path: Path, api: str) -> None:
+    """From the first turn on, which no other has been seen before."""
+    names = {"file": str(tmp_path / "names.yaml"), "sticky": "session"}
+    async with world(EMBEDDED, tmp_path, model("chat", ("a", 1), ("b", 1)), models=names) as w:
+        for number in range(12):
+            before, turns = w.asked_for(), [{"role": "user", "content": f"question {number}"}]
+            for answer in ("first", "second", "third"):
+                member: Any = turns if api != "responses" or len(turns) > 1 else turns[0]["content"]
+                body = {"model": "chat", "input" if api == "responses" else "messages": member, "max_tokens": 5}
+                got = await w.post(json.dumps(body).encode(), path=f"/v1/{api}")
+                assert got.status == 200
+                turns += [{"role": "assistant", "content": answer}, {"role": "user", "content": "and then?"}]
+            assert len(w.asked_for() - before) == 1
+        assert set(w.asked_for()) == {"a", "b"}
+
+
 async def test_errors(tmp_path: Path) -> None:
     async with world(EMBEDDED, tmp_path) as w:
         got = await w.post(chat("nope"))

@@ -119,6 +119,55 @@ def token_ids(array: memoryview) -> int:
     return bytes(array).count(b",") + 1 if start[:1].isdigit() else 0
 
 
+# What a conversation begins with, so that its turns are recognised without any memory of earlier ones.
+
+#: Messages that are looked at: system prompts and what the user wrote before the first answer.
+_OPENING = 16
+_decode_opening = Decoder(
+    defstruct("Opening", [(f"item_{number}", Raw, ABSENT) for number in range(_OPENING)], array_like=True, gc=False)
+).decode
+
+
+class _Message(Struct, gc=False):
+    role: str = ""
+    content: Raw = ABSENT
+
+
+class _Part(Struct, gc=False):
+    text: Raw = ABSENT
+
+
+_decode_message, _decode_parts = Decoder(_Message).decode, Decoder(list[_Part]).decode
+
+
+def opening(messages: bytes | memoryview) -> bytes:
+    """The texts of the user's messages before the first answer, which each turn of a conversation sends again. Empty if
+    there are none, or if `messages` is no list of messages. `messages`: the last segment of `ParsedRequest.prompt`.
+
+    System prompts are left out, because many contain the time of day. So are the other members of a part: clients move
+    their cache marks from turn to turn."""
+    raw, texts = bytes(messages), []
+    if raw[:1] != b"[":  # the Responses API takes a text for a single message
+        return raw
+    try:
+        for item in astuple(_decode_opening(raw + b"]")):
+            message = _decode_message(item) if item is not ABSENT else None
+            if message is None or message.role not in ("user", "system", "developer"):
+                break
+            if message.role == "user":
+                texts.append(_text_of(message.content))
+    except (DecodeError, UnicodeDecodeError, RecursionError):
+        return b""
+    return b"\n".join(texts)
+
+
+def _text_of(content: Raw) -> bytes:
+    raw = bytes(content)
+    if raw[:1] == b"[":
+        raw = b'"'.join(bytes(part.text)[1:] for part in _decode_parts(raw) if is_sent(part.text))
+    return raw.strip(b'"')
+
+
 # Counts the images, sounds, videos and files among the parts of a message, and the size of the prompt without them.
 #
 # An inline item costs tokens by its resolution or duration, not by the length of its base64 text, and an item that is

@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 from fairlead.core.apis import CONVERSATIONS, GRPC, GRPC_EMBED, MODELS, OTHER, RENDER, SGLANG, TOKENIZE
 from fairlead.core.instructions import Instruction, Reject
 from fairlead.core.records import DecisionRecord
-from fairlead.core.request import PrefixChain, Request
+from fairlead.core.request import RECOGNISED, PrefixChain, Request
 
 # The definitions of model names: the three kinds of the Gateway API Inference Extension.
 #
@@ -301,6 +301,8 @@ class Catalogue:
         self.strict = rules.reject_unmatched and bool(self._names)
         #: Whether `resolve` may find a target other than the name in the body, for requests without a rewrite header.
         self.rewrites = bool(self._names or self._exact or self._generic)
+        #: Whether the opening of a conversation may decide its target.
+        self.sticky = self.rewrites and rules.sticky_sessions
         #: Whether nothing is defined.
         self.empty = not (self.rewrites or self._objectives)
 
@@ -374,8 +376,15 @@ class Catalogue:
             return Resolution(request.rewrite or request.model, priority, latency=latency)
         if not split.names:
             return _gone(request.model)
-        session = request.session if self._rules.sticky_sessions else ""
-        return Resolution(split.choose(rng, session), priority, rule.origin if rule else "", latency)
+        return Resolution(split.choose(rng, self._session(request)), priority, rule.origin if rule else "", latency)
+
+    def _session(self, request: Request) -> str:
+        """Return what keeps its target; empty = nothing does. A recognised conversation has a session id only from its
+        second turn on, and only where the first one was seen, so its opening is better."""
+        if not self.sticky:
+            return ""
+        session = request.session
+        return request.opening or session if not session or session[0] == RECOGNISED else session
 
     def _way(self, model: str, rewrite: str) -> tuple[_Rule | None, Split | None]:
         """Return the rule of a request for `model` and the split that decides its target; `None` = nothing does."""

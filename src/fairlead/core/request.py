@@ -73,6 +73,8 @@ class Request(Struct, frozen=True, gc=False):
     sequences: int = 1
     #: The engine computes the whole prompt even if it is cached. Afterwards the prompt is cached like any other.
     recomputed: bool = False
+    #: What the conversation begins with, as a session id; empty = unknown, or nothing depends on it.
+    opening: str = ""
     #: Block hashes of the tokenised prompt, for the exact index. Opaque to all other code, and never in a record, log
     #: or journal.
     blocks: Any = None

@@ -16,9 +16,10 @@ from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from fairlead.apis.parsed import ParsedRequest, scoped, unread
+from fairlead.apis.prompt import opening
 from fairlead.apis.request import Parser, explained, parse_request, parser_of, too_large
 from fairlead.core import headers as names
-from fairlead.core.apis import EXACT, OTHER, STREAMING, api_of, read_path
+from fairlead.core.apis import CHAT, EXACT, MESSAGES, OTHER, RESPONSES, STREAMING, api_of, read_path
 from fairlead.core.errors import ClientError
 from fairlead.core.models import Catalogue
 from fairlead.core.prefix import ChainHasher
@@ -501,6 +502,9 @@ class Understanding:
             # Which one of several is drawn later; versions and adapters of one model mostly share a tokenizer.
             tokens = self._tokens.estimate(targets[0], parsed.prompt_bytes, parsed.api)
             request = replace(request, prompt_tokens=tokens)
+        if self._catalogue.sticky and parsed.prompt and parsed.api in (CHAT, MESSAGES, RESPONSES):
+            begins = opening(parsed.prompt[-1])
+            request = replace(request, opening=f"{RECOGNISED}{xxh3_64_intdigest(begins):016x}" if begins else "")
         if self._prompts is not None:
             read = self._prompts.read(parsed, body, targets)
             request, reading = (

@@ -273,6 +273,16 @@ def test_sessions_stick_only_when_asked() -> None:
     assert {target(loose, "m", session="s") for _ in range(50)} == {"a", "b"}
     assert len({target(sticky, "m", session="s") for _ in range(50)}) == 1
     assert {target(sticky, "m") for _ in range(50)} == {"a", "b"}
+    assert {target(loose, "m", opening="~1") for _ in range(50)} == {"a", "b"}
+
+
+def test_an_opening_counts_only_without_a_session_of_the_client() -> None:
+    sticky = Catalogue(ModelSet((model("m", "a", "b"),)), ModelRules(sticky_sessions=True))
+    of_openings = [target(sticky, "m", opening=f"~{n}") for n in range(50)]
+    assert set(of_openings) == {"a", "b"}
+    recognised = [target(sticky, "m", opening=f"~{n}", session="~later") for n in range(50)]
+    assert recognised == of_openings, "a conversation has no id at its first turn"
+    assert len({target(sticky, "m", opening=f"~{n}", session="s") for n in range(50)}) == 1
 
 
 def test_all_weights_zero_reserves_the_name() -> None:
