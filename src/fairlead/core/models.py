@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
-from math import inf
+from math import inf, log
 from random import Random
 from typing import Any
 
@@ -203,20 +203,20 @@ def unnamed(request: Request, why: Refusal, now: float, policy: str, client: Any
     return [reject, record]
 
 
-def applied(request: Request, resolution: Resolution, expected: str) -> Request:
-    """Return the request with its resolution. `expected`: the model that its prompt was hashed for. For another target
-    the prompt gets other hashes, because engines share no cached prefixes between models."""
-    target = resolution.target if resolution.target != request.model else ""
+def applied(request: Request, resolution: Resolution, nameless: bool) -> Request:
+    """Return the request with its resolution. `nameless`: its prompt was hashed without the model, so the target is
+    added to the hashes, because engines share no cached prefixes between models. What is known of a target's prefixes
+    so stays known under another name, and when the targets of a name change."""
+    target, prefix = resolution.target, request.prefix
     latency = resolution.latency
-    if not target and resolution.priority == request.priority and latency == ANY_LATENCY:
+    if not nameless and target == request.model and resolution.priority == request.priority and latency == ANY_LATENCY:
         return request
-    prefix = request.prefix
-    if target and target != expected and prefix.hashes:
+    if nameless and prefix.hashes:
         salt = xxh3_64_intdigest(target.encode("utf-8", "surrogatepass"))
         prefix = PrefixChain(tuple([block_hash ^ salt for block_hash in prefix.hashes]), prefix.ends)
     return replace(
         request,
-        target=target,
+        target=target if target != request.model else "",
         priority=resolution.priority,
         rewritten_by=resolution.rewrite,
         prefix=prefix,
@@ -228,25 +228,29 @@ def applied(request: Request, resolution: Resolution, expected: str) -> Request:
 class Split:
     """Targets and their shares of the traffic. `names` is empty if no target may get traffic."""
 
-    __slots__ = ("_borders", "names")
+    __slots__ = ("_borders", "_weights", "names")
 
     def __init__(self, targets: Sequence[Target]) -> None:
         weighted = any(target.weight is not None for target in targets)
         shares = [(target.name, (target.weight or 0) if weighted else 1) for target in targets]
         shares = [(name, weight) for name, weight in shares if weight > 0]
         self.names = tuple(name for name, _ in shares)
-        self._borders = list(accumulate(weight for _, weight in shares))
+        self._weights = [weight for _, weight in shares]
+        self._borders = list(accumulate(self._weights))
 
     def choose(self, rng: Random, session: str = "") -> str:
         """Return a target, drawn by weight. A session always gets the same target while the weights stay the same; if
-        they change, no more sessions move than necessary."""
+        they or the targets change, no more sessions move than necessary."""
         if len(self.names) == 1:
             return self.names[0]
         if session:
-            share = xxh3_64_intdigest(session.encode("utf-8", "surrogatepass")) / 2**64
-        else:
-            share = rng.random()
-        index = bisect_right(self._borders, share * self._borders[-1])
+            # Weighted rendezvous hashing: exponential variates with the weights as rates, and the least one wins.
+            key = session.encode("utf-8", "surrogatepass")
+            seeds = [xxh3_64_intdigest(name.encode("utf-8", "surrogatepass")) for name in self.names]
+            draws = [-log((xxh3_64_intdigest(key, seed) + 1) / 2**64) for seed in seeds]
+            waits = [draw / weight for draw, weight in zip(draws, self._weights, strict=True)]
+            return self.names[waits.index(min(waits))]
+        index = bisect_right(self._borders, rng.random() * self._borders[-1])
         return self.names[min(index, len(self.names) - 1)]
 
 
@@ -396,11 +400,6 @@ class Catalogue:
         they are refused, unless the name is unknown."""
         split = self._way(model, rewrite)[1]
         return (rewrite or model,) if split is None else split.names
-
-    def expected(self, model: str, rewrite: str = "") -> str:
-        """Return the target of requests for `model`, or `model` while its target is drawn for each request."""
-        names = self.targets(model, rewrite)
-        return names[0] if len(names) == 1 else model
 
     def _wanted(self, request: Request, name: _Name | None) -> tuple[int, Latency]:
         """Return the priority and the latency objective."""

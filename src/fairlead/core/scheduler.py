@@ -192,7 +192,7 @@ class Pipeline:
                 if self.fleet.exact is not None:
                     self.fleet.exact.dropped(request)
                 return unnamed(request, resolution, now, self.policy.name, event.client)
-            request = applied(request, resolution, self.models.expected(request.model, request.rewrite))
+            request = applied(request, resolution, self.models.rewrites or bool(request.rewrite))
         entry, pick = self.requests.add(request, event.client), None
         flow = self.flow_controller
         if flow is not None:

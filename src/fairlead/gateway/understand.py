@@ -444,7 +444,7 @@ class Understanding:
         elif head.parser is None:
             parsed = self._parse(head.path, body, head.content_type, content_encoding=head.encoding)
             if head.catalogue is not None:
-                parsed = scoped(parsed, self._catalogue.expected(parsed.model, hints.rewrite))
+                parsed = scoped(parsed, "")  # the core adds the target to the hashes
         else:
             try:
                 parsed = head.parser(body, head.content_type) or too_large(head.path, body)
@@ -515,9 +515,9 @@ class Understanding:
         return request, reading
 
     def known(self, request: Request, read: PromptKnown, head: Head) -> Request:
-        """The request, completed with what reading its prompt showed. Without its prefix if models were defined anew
-        meanwhile: it may go to another target than the one that it was hashed for."""
-        if head.catalogue is not self._catalogue and (head.catalogue is not None or self._catalogue.rewrites):
+        """The request, completed with what reading its prompt showed. Without its prefix if the first models were
+        defined meanwhile, or the last ones taken away: then the core expects other hashes."""
+        if (head.catalogue is not None) != (self._catalogue.rewrites or bool(head.hints.rewrite)):
             request = replace(request, prefix=NO_PREFIX)
         blocks = self._prompts.offer(read) if self._prompts is not None and read.blocks is not None else None
         if not read.tokens and blocks is None:

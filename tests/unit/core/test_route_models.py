@@ -267,6 +267,23 @@ def test_sessions_stick_and_move_only_when_they_must() -> None:
     assert 0.08 < len(moved) / len(sessions) < 0.12
 
 
+def test_sessions_move_only_from_a_target_that_leaves() -> None:
+    three = Split([Target("a", 1), Target("b", 1), Target("c", 1)])
+    turned, two = Split([Target("c", 1), Target("b", 1), Target("a", 1)]), Split([Target("b", 1), Target("c", 1)])
+    sessions = [f"s{i}" for i in range(3000)]
+    chosen = [three.choose(RNG, session) for session in sessions]
+    assert all(950 < chosen.count(name) < 1050 for name in "abc")
+    assert [turned.choose(RNG, session) for session in sessions] == chosen
+    kept = [(old, two.choose(RNG, session)) for old, session in zip(chosen, sessions, strict=True) if old != "a"]
+    assert all(old == new for old, new in kept)
+
+
+def test_canaries_of_two_models_get_different_sessions() -> None:
+    one, other = Split([Target("a", 9), Target("b", 1)]), Split([Target("c", 9), Target("d", 1)])
+    both = sum(one.choose(RNG, f"s{i}") == "b" and other.choose(RNG, f"s{i}") == "d" for i in range(5000))
+    assert 25 < both < 80
+
+
 def test_sessions_stick_only_when_asked() -> None:
     models = ModelSet((model("m", "a", "b"),))
     loose, sticky = Catalogue(models), Catalogue(models, ModelRules(sticky_sessions=True))

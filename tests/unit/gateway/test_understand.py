@@ -214,9 +214,8 @@ def test_names_of_one_target_share_its_prefixes_and_token_ratio(api: str, name: 
         request = understanding.request(understanding.head({":path": PATHS[api], **headers}), body)[0]
         resolution = catalogue.resolve(request, rng)
         assert isinstance(resolution, Resolution)
-        expected = catalogue.expected(request.model, request.rewrite)
         assert request.model == model
-        return applied(request, resolution, expected)
+        return applied(request, resolution, catalogue.rewrites)
 
     same = [of("base"), of("a"), of("b"), of("rule"), of("a", **{REWRITE_HEADERS[0]: "base"})]
     assert {request.target_model for request in same} == {"base"}
@@ -225,16 +224,19 @@ def test_names_of_one_target_share_its_prefixes_and_token_ratio(api: str, name: 
     drawn = [of("split") for _ in range(20)]
     assert {request.target_model for request in drawn} == {"base", "new"}
     assert len({request.prefix.hashes for request in drawn}) == 2
+    assert {request.prefix.hashes for request in drawn if request.target_model == "base"} == {same[0].prefix.hashes}
     assert {request.prompt_tokens for request in drawn} == {same[0].prompt_tokens}, "estimated as for the first target"
 
 
-def test_models_that_are_defined_anew_while_a_prompt_is_read_leave_it_without_prefix() -> None:
+def test_the_first_models_that_are_defined_while_a_prompt_is_read_leave_it_without_prefix() -> None:
     understanding = Understanding(TokenEstimator(), HASHER, lambda: 5.0)
     understanding.define(defined())
     head = understanding.head({":path": PATHS["chat"]})
     request = understanding.request(head, json.dumps({"model": "a", "messages": messages("a")}).encode())[0]
     assert understanding.known(request, PromptKnown(7), head).prefix == request.prefix != NO_PREFIX
     understanding.define(defined())
+    assert understanding.known(request, PromptKnown(7), head).prefix == request.prefix, "the core adds the new target"
+    understanding.define(Catalogue())
     assert understanding.known(request, PromptKnown(7), head).prefix == NO_PREFIX
     before = Understanding(TokenEstimator(), HASHER, lambda: 5.0)
     head = before.head({":path": PATHS["chat"]})
