@@ -69,17 +69,20 @@ class FreshFile:
         self._what = what
         self._text = ""
         self._read_at = -inf
+        #: Held while the file is read: all who ask meanwhile wait for its text.
+        self._reading = asyncio.Lock()
 
     async def text(self) -> str:
         """The current text. Raises `ConfigError` if it could never be read."""
-        now = self._now()
-        if now - self._read_at >= REREAD_S:
-            self._read_at = now
-            try:
-                self._text = (await asyncio.to_thread(self._path.read_text)).strip() or self._text
-            except (OSError, UnicodeDecodeError) as error:
-                if not self._text:
-                    raise ConfigError(f"cannot read {self._what} {self._path}: {error}", "$.kubernetes") from None
+        async with self._reading:
+            now = self._now()
+            if now - self._read_at >= REREAD_S:
+                try:
+                    self._text = (await asyncio.to_thread(self._path.read_text)).strip() or self._text
+                except (OSError, UnicodeDecodeError) as error:
+                    if not self._text:
+                        raise ConfigError(f"cannot read {self._what} {self._path}: {error}", "$.kubernetes") from None
+                self._read_at = now
         return self._text
 
     def forget(self) -> None:

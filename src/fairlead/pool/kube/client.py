@@ -237,18 +237,20 @@ class KubeClient:
             proxies = urlsplit(self.server).hostname not in _LOOPBACK
             self._session = aiohttp.ClientSession(connector=connector, trust_env=proxies)
         where = self._access.where
-        async with self._session.request(
-            method,
-            where.server + path,
-            params=query,
-            data=data,
-            headers=headers,
-            ssl=context,
-            proxy=where.proxy or None,
-            server_hostname=where.server_name or None,
-            allow_redirects=False,
-            timeout=aiohttp.ClientTimeout(total=total, sock_connect=_CONNECT_S, sock_read=idle),
-        ) as response:
+        async with asyncio.timeout(total or QUIET_S + ANSWER_S):  # a watch is silent, but the server accepts it at once
+            response = await self._session.request(
+                method,
+                where.server + path,
+                params=query,
+                data=data,
+                headers=headers,
+                ssl=context,
+                proxy=where.proxy or None,
+                server_hostname=where.server_name or None,
+                allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(total=total, sock_connect=_CONNECT_S, sock_read=idle),
+            )
+        async with response:
             yield response
 
     def _unreachable(self, error: Exception) -> Unreachable:

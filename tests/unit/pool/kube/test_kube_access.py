@@ -99,6 +99,32 @@ async def test_a_token_file_is_read_again(tmp_path: Path) -> None:
     assert (await source.get()).token == "three", "the last one stays"
 
 
+async def test_all_who_ask_at_once_get_the_token(tmp_path: Path) -> None:
+    """The reflectors of all kinds start together: none may ask without a token."""
+    file = tmp_path / "token"
+    source = TokenFile(file, lambda: 0.0)
+    found = await asyncio.gather(*(source.get() for _ in range(3)), return_exceptions=True)
+    assert all(isinstance(each, ConfigError) for each in found), found
+    file.write_text("one")
+    assert {secret.token for secret in await asyncio.gather(*(source.get() for _ in range(5)))} == {"one"}
+
+
+async def test_a_watch_that_is_never_accepted_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fairlead.pool.kube.client.QUIET_S", 0.05)
+    monkeypatch.setattr("fairlead.pool.kube.client.ANSWER_S", 0.05)
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    client = KubeClient(Access(Where(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"), FixedSecret(Secret())))
+    async with server, asyncio.timeout(10.0):
+        with pytest.raises(Unreachable):
+            await anext(client.watch(Resource("", "v1", "pods", ""), {}, idle_s=60.0))
+        await client.close()
+
+
 async def test_a_rotated_authority_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kubelet renews ca.crt in place: within a minute it counts, and at once when a server was not trusted."""
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
