@@ -497,6 +497,14 @@ def test_custom_plugins_are_checked_as_well(helm: Helm, entries: str) -> None:
             ],
             "a port is missing",
         ),
+        (
+            [
+                *LABELS,
+                "--set",
+                "standalone.enabled=true,inferencePool.create=false,inferenceObjectives[0].name=urgent",
+            ],
+            "inferenceObjectives: they belong to a pool",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

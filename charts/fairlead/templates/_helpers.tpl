@@ -385,6 +385,9 @@ matchLabels: {{- toYaml . | nindent 2 }}
 {{- if and (not $pool.create) (not $pool.name) (not $pool.namespaces) (not .Values.standalone.enabled) -}}
 {{- fail "inferencePool.name: a gateway needs a pool; name it, or set inferencePool.create" -}}
 {{- end -}}
+{{- if and .Values.inferenceObjectives (not (include "fairlead.pool" .)) -}}
+{{- fail "inferenceObjectives: they belong to a pool; name it with inferencePool.name, or set inferencePool.create" -}}
+{{- end -}}
 {{- if and .Values.standalone.enabled (ne .Values.provider.name "none") -}}
 {{- fail "provider.name: standalone is a gateway of its own; choose one of them" -}}
 {{- end -}}

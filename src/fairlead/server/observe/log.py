@@ -255,7 +255,7 @@ class RepeatFilter(logging.Filter):
         fields: Mapping[str, object] = vars(record).get("fields", {})
         # Our own messages are an argument of "%s"; in a library's line the constant part is the format.
         message = record.args[0] if record.msg == "%s" and isinstance(record.args, tuple) else record.msg
-        texts = (message, fields.get("endpoint", ""), fields.get("problem", ""))
+        texts = (message, *(fields.get(name, "") for name in ("endpoint", "problem", "resource")))
         plugin = fields.get("plugin", "")
         # The kind of an error is its text up to its own words, which may hold a prompt: "plugin x: KeyError".
         kind = _KIND.match(str(fields.get("reason", ""))[:MAX_VALUE]) if plugin else None

@@ -142,6 +142,7 @@ def test_repetition_is_held_back_and_owned_up_to() -> None:
     assert repeated.passes("another") is True
     assert repeated.passes(endpoint="a") is True
     assert repeated.passes(problem="the file names no endpoints") is True
+    assert repeated.passes(resource="pods") is True
     repeated.now = log.WINDOW_S
     assert repeated.passes() == 8 - log.BURST
     assert repeated.passes() is True
