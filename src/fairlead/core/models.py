@@ -299,8 +299,9 @@ class Catalogue:
         self._objectives: dict[str, InferenceObjective] = {}
         for objective in sorted(models.objectives, key=lambda item: item.origin.age_order):
             self._objectives.setdefault(objective.origin.name, objective)
-        #: Every defined name: those that clients ask for, and targets.
-        self.known = frozenset(self._names) | self._targets()
+        #: The targets that may get requests; and every defined name: those that clients ask for, and targets.
+        self.sent_for = self._targets()
+        self.known = frozenset(self._names) | self.sent_for
         #: Whether only defined names are served.
         self.strict = rules.reject_unmatched and bool(self._names)
         #: Whether `resolve` may find a target other than the name in the body, for requests without a rewrite header.

@@ -770,7 +770,7 @@ class Pipeline:
 
     def _models_changed(self, event: ev.ModelsChanged) -> list[Instruction]:
         self.models = Catalogue(event.models, event.rules)
-        self.fleet.table.know(self.models.known)
+        self.fleet.table.know(self.models.known, self.models.sent_for)
         return []
 
     def _reconfigured(self, event: ev.Reconfigured) -> list[Instruction]:

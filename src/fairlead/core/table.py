@@ -114,6 +114,8 @@ class EndpointTable:
         self.listed: list[frozenset[str] | None] = []
         #: By slot: the base models in that list.
         self.based: list[BaseModels] = []
+        #: Models that the definitions send requests for.
+        self.targets: Collection[str] = ()
         #: Names that are defined; and those that an endpoint had as a base model and as an adapter when it left.
         self._defined, self._were_base, self._were_adapters = set[str](), set[str](), set[str]()
         #: How many times each context length is known, and whether there are several.
@@ -240,9 +242,10 @@ class EndpointTable:
             self.based[slot] = base
             self._changed()
 
-    def know(self, models: Collection[str]) -> None:
-        """Remember models that are defined."""
+    def know(self, models: Collection[str], targets: Collection[str]) -> None:
+        """Remember models that are defined, and those that requests are sent for."""
         _remember(self._defined, models)
+        self.targets = targets
 
     def had(self, model: str) -> bool:
         """Whether this model is defined, or an endpoint that had it left, so that one may bring it back. After very

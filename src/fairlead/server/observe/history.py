@@ -107,8 +107,8 @@ class History:
         show("gauge", "fairlead_endpoint_out", text, self._shown, "endpoint", "why")
         #: Models that no endpoint in use can answer, and since when (clock seconds); what they were judged by.
         self.models_out: dict[str, float] = {}
-        self._judged: tuple[int, bool, Collection[str]] = (-1, False, ())
-        text = "1 while endpoints serve a model, or an adapter, and none of those in use can answer its requests."
+        self._judged: tuple[int, bool, Collection[str], Collection[str]] = (-1, False, (), ())
+        text = "1 while endpoints or definitions have a model, or an adapter, and no endpoint in use can answer for it."
         show("gauge", "fairlead_model_out", text, lambda: dict.fromkeys(self.models_out, 1), "model_name")
         watch.troubles.watch(MODELS_OUT, self._trouble)
         self.endpoints = EndpointHistory()
@@ -224,7 +224,7 @@ class History:
                     continue
                 out[name] = Out(reason, known.since if known else now)
         self.out = out
-        if (judged := (table.version, watch.any_role, frozenset(out))) != self._judged:
+        if (judged := (table.version, watch.any_role, frozenset(out), table.targets)) != self._judged:
             self._judged = judged
             names = sorted({name[:MAX_LABEL] for name in models_out(table, out, watch.any_role)})[:MOST_DECLARED]
             self.models_out = {name: self.models_out.get(name, now) for name in names}

@@ -132,8 +132,8 @@ def _row(
 
 
 def models_out(table: EndpointTable, out: Collection[str], any_role: bool = False) -> set[str]:
-    """Return the models and adapters of endpoints that no endpoint can answer which is not `out` (ids). `any_role`:
-    endpoints that only prefill answer too."""
+    """Return the models and adapters, of endpoints and of definitions, that no endpoint can answer which is not `out`
+    (ids). `any_role`: endpoints that only prefill answer too."""
     bases, answered, usable, any_adapter = set[str](), set[str](), set[int](), False
     lists: list[Collection[str]] = []
     for slot, endpoint in table.slots():
@@ -151,7 +151,7 @@ def models_out(table: EndpointTable, out: Collection[str], any_role: bool = Fals
     # endpoints that cannot answer may be out; where these lists are longer than that of all names, it is read.
     listed = set[str]().union(*lists) if sum(map(len, lists)) < len(table.listed_names) else table.listed_names
     any_adapter = any_adapter or ON_DEMAND in answered or not usable.isdisjoint(table.listing(ON_DEMAND))
-    names = bases if any_adapter else bases.union(listed)
+    names = bases if any_adapter else bases.union(listed, table.targets if bases else ())
     return {name for name in names if usable.isdisjoint(table.listing(name))} - answered - {""}
 
 

@@ -100,6 +100,30 @@ def test_a_model_is_out_while_none_of_its_endpoints_can_answer() -> None:
     assert out() == {}
 
 
+def test_a_target_that_no_endpoint_has_is_out() -> None:
+    """Of a split, which goes on sending its share there."""
+    pool = Pool()
+    table = pool.fleet.table
+
+    def out() -> list[str]:
+        pool.passes(0.5)
+        return [*pool.history.models_out]
+
+    table.know({"chat", "m", "new"}, {"m", "new"})
+    assert out() == [], "nobody knows what the endpoint serves"
+    pool.fleet.up(Endpoint("a", "10.0.0.1:80", {"model-id": "m"}))
+    assert out() == [], "or which adapters"
+    table.set_listed(table.slot("a") or 0, frozenset())
+    assert out() == ["new"]
+    pool.fleet.up(Endpoint("b", "b:80", {"model-id": "new"}))
+    table.set_listed(table.slot("b") or 0, frozenset())
+    assert out() == []
+    pool.fleet.down("b")
+    assert out() == ["new"], "it left, but the definition sends requests there"
+    table.know({"chat", "m"}, {"m"})
+    assert out() == []
+
+
 def test_an_hour_is_kept_and_no_more() -> None:
     pool = Pool()
     pool.passes(HISTORY + 300.0)
