@@ -150,11 +150,13 @@ SPECIAL = "neither a file nor a directory"
 
 
 def is_special(path: str) -> bool:
-    """Whether this is a pipe, whose reader would wait for a writer, or a device, which may have no end."""
+    """Whether this is a pipe, whose reader would wait for a writer, a device, which may have no end, or no path."""
     try:
         mode = os.stat(path).st_mode
     except OSError:
         return False
+    except ValueError:  # it has a NUL
+        return True
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 

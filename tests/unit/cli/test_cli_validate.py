@@ -286,6 +286,15 @@ def test_a_pipe_is_named_and_not_waited_for(
     assert f"{where}: {tmp_path}/" in out and "is neither a file nor a directory" in out
 
 
+@pytest.mark.parametrize("more", ["journal: {path: N}", "metrics: {tokenFile: N}", "endpoints: {file: N}"])
+def test_what_cannot_be_a_path_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str) -> None:
+    file = tmp_path / "f.yaml"
+    endpoints = "" if "endpoints" in more else "endpoints: ['10.0.0.1:1']\n"
+    file.write_text(endpoints + more.replace("N", '"a\\0b"'))
+    assert validate(file) == 2
+    assert "is neither a file nor a directory" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
