@@ -198,12 +198,12 @@ class OutcomeRecord(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def tpot_ms(self) -> float:
-        """Time per output token after the first one, if the answer was streamed; below 0 = not known. Of one of the
-        request's sequences, because the engine computes all at the same time."""
-        each = self.completion_tokens / self.request.sequences
-        if each <= 1.0 or not 0.0 <= self.ttft_ms <= self.duration_ms:
+        """Time per output token after the first one, if the answer was streamed; below 0 = not known. The engine
+        computes all sequences of a request at the same time, so the longest counts: at least the mean, rounded up."""
+        longest = -(-self.completion_tokens // self.request.sequences)
+        if longest <= 1 or not 0.0 <= self.ttft_ms <= self.duration_ms:
             return -1.0
-        return (self.duration_ms - self.ttft_ms) / (each - 1.0)
+        return (self.duration_ms - self.ttft_ms) / (longest - 1)
 
 
 class StallRecord(Struct, frozen=True, gc=False):

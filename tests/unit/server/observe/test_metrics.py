@@ -158,6 +158,15 @@ def test_several_sequences_at_once_are_not_faster_tokens(watched: Watched) -> No
     assert [value for name, value in found.items() if "slo_violation" in name and "tpot" in name] == [1.0]
 
 
+def test_of_several_sequences_one_may_be_longer(watched: Watched) -> None:
+    asked = request(sequences=64, slo_tpot_ms=150.0)
+    watched.metrics.on_decisions([routed(asked)], [0.001])
+    watched.metrics.on_outcomes([ended(asked, ttft_ms=90.0, duration_ms=190.0, completion_tokens=65)])
+    found = watched.samples()
+    assert found[f"llm_d_epp_request_streaming_tpot_seconds_sum{{{ML}}}"] == pytest.approx(0.1), "it has two tokens"
+    assert not any("slo_violation" in name and "tpot" in name and value for name, value in found.items())
+
+
 def test_refusals_are_counted_from_zero_on(watched: Watched) -> None:
     """`rate` sees nothing of what a series begins with."""
     refusals = {key: value for key, value in watched.samples().items() if key.startswith("fairlead_rejected_total{")}
