@@ -209,7 +209,8 @@ class OpenedPool:
         self._pools.host.put(self._key, self.scheduler.host, service)
 
     async def close(self, *, at_once: bool = False) -> None:
-        """Accept no new requests, let running requests finish (unless `at_once`), and free all resources."""
+        """Accept no new requests, refuse those that wait, let running requests finish (unless `at_once`), and free all
+        resources."""
         if self._closed.is_set():
             return
         pools, scheduler, loop = self._pools, self.scheduler, asyncio.get_running_loop()
@@ -223,7 +224,7 @@ class OpenedPool:
                     "a pool was deleted; its running requests may finish", pool=self._key, running=scheduler.leases
                 )
         until = loop.time() + (0 if at_once else DRAIN_SECONDS)
-        while scheduler.leases and loop.time() < until and not self._closed.is_set():
+        while (scheduler.leases or scheduler.waiting) and loop.time() < until and not self._closed.is_set():
             await asyncio.sleep(_POLL)
         if self._closing:
             await self._closed.wait()

@@ -191,6 +191,22 @@ async def test_a_pool_that_is_gone_drains_and_leaves_nothing(pools: LivePools) -
     assert 'inference_pool="b/llama"' not in b"".join(pools.exposition()).decode()
 
 
+async def test_a_pool_that_is_gone_refuses_all_that_wait(text: str) -> None:
+    """`StopAsked` refuses the first few only; timers refuse the others."""
+    pools = LivePools(load(f"{text}flowControl: {{noEndpointTtl: 60s}}\n"), None, list)
+    opened = await pools.open("a/llama", pool("llama", "a"))
+    now = asyncio.get_running_loop().time()
+    for number in range(1, 2001):
+        opened.scheduler.driver.feed(RequestArrived(Request(number, now)))
+    assert (pools.leases, pools.waiting) == (0, 2000)
+    closing = asyncio.create_task(opened.close())
+    await asyncio.sleep(0)
+    assert 0 < pools.waiting < 2000
+    await closing
+    assert opened.scheduler.waiting == pools.waiting == 0
+    await pools.close()
+
+
 async def test_a_pool_that_comes_back_does_not_wait_for_its_old_requests(pools: LivePools) -> None:
     first = await pools.open("a/llama", pool("llama", "a"))
     first.endpoint(up("a/one-rank-0"))
