@@ -186,8 +186,10 @@ async def test_a_pool_that_is_gone_drains_and_leaves_nothing(pools: LivePools) -
     assert (pools.leases, pools.endpoints, list(pools.pools)) == (0, 1, ["a/llama"])
     parts = [weakref.ref(part) for part in (scheduler, scheduler.fleet, scheduler.pipeline, scheduler.watch)]
     del gone, scheduler, opened
-    gc.collect()
-    assert [part() for part in parts] == [None] * 4
+    async with asyncio.timeout(10):  # tasks that were cancelled may hold them for a moment
+        while any(part() for part in parts):
+            gc.collect()
+            await asyncio.sleep(0.01)
     assert 'inference_pool="b/llama"' not in b"".join(pools.exposition()).decode()
 
 
