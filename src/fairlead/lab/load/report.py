@@ -121,10 +121,12 @@ def _rate(amount: int | None, duration: float) -> float | None:
 
 
 def tpot(record: Record) -> float | None:
-    """Seconds per output token after the first; None for a response with less than two tokens, or not streamed."""
-    if record.completion_tokens < 2 or not 0 < record.first_data < record.last_data:
+    """Seconds per output token after the first; None for a response with less than two tokens, or not streamed. Several
+    answers are computed at the same time, so the longest counts: at least the mean, rounded up."""
+    longest = -(-record.completion_tokens // record.n)
+    if longest < 2 or not 0 < record.first_data < record.last_data:
         return None
-    return (record.last_data - record.first_data) / (record.completion_tokens - 1)
+    return (record.last_data - record.first_data) / (longest - 1)
 
 
 def _spread(seconds: Sequence[float]) -> Summary:

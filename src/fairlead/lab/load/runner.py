@@ -188,7 +188,7 @@ class _Load:
             self._waiting.clear()
             self._next = None
             return
-        record = Record(len(self.records), scheduled, group=call.group)
+        record = Record(len(self.records), scheduled, group=call.group, n=call.n)
         self.records.append(record)
         self._client.send(call, record, self._on_done)
 

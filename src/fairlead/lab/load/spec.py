@@ -88,6 +88,8 @@ class Record(msgspec.Struct, gc=False):
     cached_tokens: int = -1
     #: The prefix group of the workload; -1 = none.
     group: int = -1
+    #: Answers that it asked for.
+    n: int = 1
 
     def ttft(self) -> float:
         """Seconds from the scheduled arrival to the first token (or the response head, if it is not a stream)."""

@@ -102,6 +102,8 @@ class Call(msgspec.Struct, frozen=True):
     headers: dict[str, str] = {}
     #: The prefix group; -1 = none.
     group: int = -1
+    #: Answers that it asks for.
+    n: int = 1
 
 
 class Workload(Protocol):
@@ -237,7 +239,7 @@ class Replay:
 
     def calls(self) -> Iterator[Call]:
         for record in self._records:
-            yield Call(body=self._body(record), path=CHAT_PATH)
+            yield Call(body=self._body(record), path=CHAT_PATH, n=record.n)
 
     def _body(self, record: Record) -> bytes:
         fields: dict[str, Any] = {

@@ -82,6 +82,11 @@ def test_fields_of_a_record_and_what_replaces_them() -> None:
     assert rewritten["model"] == "asked"
 
 
+def test_several_answers_are_asked_for_and_known_to_be() -> None:
+    (call,) = Replay([record("a", n=4)]).calls()
+    assert (call.n, json.loads(call.body)["n"]) == (4, 4)
+
+
 def test_recorded_times_count_from_the_first_and_are_sped_up() -> None:
     records = [record(str(at), arrival_us=at) for at in (3_000_000, 3_500_000, 7_000_000)]
     assert list(Recorded(records, 2.0).offsets()) == pytest.approx([0.0, 0.25, 2.0])

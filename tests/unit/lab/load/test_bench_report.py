@@ -125,6 +125,11 @@ def test_one_token_has_no_time_per_output_token() -> None:
     assert summarise(result(record(0, 0.1, tokens=1)))["tpot_ms"]["p50"] is None
 
 
+def test_answers_that_are_computed_at_the_same_time_are_not_faster_tokens() -> None:
+    one, four = result(record(0, 0.1, tokens=11)), result(record(0, 0.1, tokens=11, completion_tokens=44, n=4))
+    assert summarise(four)["tpot_ms"] == summarise(one)["tpot_ms"]
+
+
 def test_a_narrow_terminal_cuts_no_figure() -> None:
     runs = [
         summarise(result(record(0, 1234.5), name=f"a run with a long name {i}", ratio=20.0), "model") for i in (1, 2)
