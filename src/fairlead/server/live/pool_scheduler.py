@@ -34,6 +34,8 @@ log = get("serve")
 
 #: At most this many problems of a changed configuration are logged; `fairlead validate` prints all.
 _SHOWN = 5
+#: Seconds in which waiting requests are refused where nothing else is waited for, at most: some thousands.
+REFUSE_S = 1.0
 
 
 def log_unusable(problems: Sequence[str]) -> str:

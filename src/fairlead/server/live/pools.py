@@ -14,7 +14,7 @@ from fairlead.gateway.pools import PickerService, PoolHosts
 from fairlead.pool.kube.objects import Pool
 from fairlead.pool.scrape import Pace
 from fairlead.server.admin import AdminSources
-from fairlead.server.live.pool_scheduler import PoolScheduler, log_unusable
+from fairlead.server.live.pool_scheduler import REFUSE_S, PoolScheduler, log_unusable
 from fairlead.server.observe.component_metrics import KubeMetrics
 from fairlead.server.observe.exposition import Registry, page_of
 from fairlead.server.observe.log import get
@@ -223,8 +223,10 @@ class OpenedPool:
                 log.info(
                     "a pool was deleted; its running requests may finish", pool=self._key, running=scheduler.leases
                 )
-        until = loop.time() + (0 if at_once else DRAIN_SECONDS)
-        while (scheduler.leases or scheduler.waiting) and loop.time() < until and not self._closed.is_set():
+        until = loop.time() + (REFUSE_S if at_once else DRAIN_SECONDS)
+        while scheduler.waiting or (scheduler.leases and not at_once):
+            if loop.time() >= until or self._closed.is_set():
+                break
             await asyncio.sleep(_POLL)
         if self._closing:
             await self._closed.wait()

@@ -36,7 +36,7 @@ from fairlead.server.followed_files import ConfigFile, followed_keys
 from fairlead.server.live.kube import Kube, KubeLink
 from fairlead.server.live.kube_pools import KubePools
 from fairlead.server.live.memory import HeapTrim, LoopLag, keep_heap, settle_memory
-from fairlead.server.live.pool_scheduler import PoolScheduler
+from fairlead.server.live.pool_scheduler import REFUSE_S, PoolScheduler
 from fairlead.server.live.pools import LivePools
 from fairlead.server.live.wiring import start_tracing
 from fairlead.server.observe.component_metrics import GatewayMetrics, show_budget, show_spans
@@ -58,8 +58,6 @@ _STOPPING = "shutting down"
 POLL_S = 0.05
 #: Seconds in which a gateway notices that this scheduler is not ready: two health checks of `fairlead envoy config`.
 NOTICE_S = 2.5
-#: Seconds in which waiting requests are refused after a second signal, at most: some thousands.
-_REFUSE_S = 1.0
 #: The default limit of `parsing.maxBufferedBytes`; lower on machines with little memory.
 _MOST_BUFFERED = 128 << 20
 
@@ -296,7 +294,7 @@ class Live:
         await until_set(self._ending.at_once, self._drain(server))
         if self._ending.at_once.is_set():
             self.serving.empty_queue()  # refuses the first few, and the others from a timer
-            await _until_none(lambda: self.serving.waiting, asyncio.get_running_loop().time() + _REFUSE_S)
+            await _until_none(lambda: self.serving.waiting, asyncio.get_running_loop().time() + REFUSE_S)
             await asyncio.sleep(POLL_S)  # the last refusals are sent
             await server.close(0.0)
 

@@ -193,7 +193,8 @@ async def test_a_pool_that_is_gone_drains_and_leaves_nothing(pools: LivePools) -
     assert 'inference_pool="b/llama"' not in b"".join(pools.exposition()).decode()
 
 
-async def test_a_pool_that_is_gone_refuses_all_that_wait(text: str) -> None:
+@pytest.mark.parametrize("comes_back", [False, True])
+async def test_a_pool_that_is_gone_refuses_all_that_wait(text: str, comes_back: bool) -> None:
     """`StopAsked` refuses the first few only; timers refuse the others."""
     pools = LivePools(load(f"{text}flowControl: {{noEndpointTtl: 60s}}\n"), None, list)
     opened = await pools.open("a/llama", pool("llama", "a"))
@@ -204,6 +205,8 @@ async def test_a_pool_that_is_gone_refuses_all_that_wait(text: str) -> None:
     closing = asyncio.create_task(opened.close())
     await asyncio.sleep(0)
     assert 0 < pools.waiting < 2000
+    if comes_back:
+        await pools.open("a/llama", pool("llama", "a"))
     await closing
     assert opened.scheduler.waiting == pools.waiting == 0
     await pools.close()
