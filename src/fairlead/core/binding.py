@@ -40,7 +40,7 @@ from fairlead.core.cost import Terms, Weights, cost, memory_wait, shortage, weig
 from fairlead.core.errors import PLUGIN_FAILURES, REST_S, PluginError, described, hung, rests_until
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Waiting
-from fairlead.core.policy import HIGHEST, Context, CostPolicy, Policy, checked_column, guarded, own
+from fairlead.core.policy import HIGHEST, Context, CostPolicy, Cycle, Policy, checked_column, guarded, own
 from fairlead.core.profile import Profile
 from fairlead.core.records import ABLE, FLOW_CONTROL, Trace
 from fairlead.core.request import Request
@@ -127,6 +127,10 @@ class WaitingRules:
 
     def __call__(self, request: Request, fleet: FleetView, now: float) -> BoolColumn | None:
         return self._chain.able(request, fleet, Context(now, self._rng))
+
+    def chosen(self, request: Request, slot: int, fleet: FleetView, now: float) -> None:
+        """Tell the policy's plugins which slot a request got that had waited."""
+        self._chain.notify(request, slot, fleet, Cycle(Context(now, self._rng, trace=False)))
 
     def costs(
         self,
@@ -237,7 +241,8 @@ class _Judged(Struct):
     policy_cost: FloatColumn
     own_ms: FloatColumn
     prompt_ms: FloatColumn
-    #: Whether the request must be held for memory there; `None` = none must.
+    #: The wait for memory, and whether the request must be held for it; `None` = no request waits.
+    memory: FloatColumn | None
     full: BoolColumn | None
     #: By slot: how much the next request waits per prompt millisecond, < 1 if engines share the address; `None` = 1.
     delay: FloatColumn | None = None
@@ -363,7 +368,7 @@ class PairBinder:
         rows = np.arange(len(window))
         best = costs.argmin(axis=1)
         rank = own[rows, best] + memory_ms(terms, fleet)[rows, best] - AGEING * waited
-        return _Judged(costs, may, rank, policy_cost, own, own + terms.queue, full, fleet.table.per_rank)
+        return _Judged(costs, may, rank, policy_cost, own, own + terms.queue, memory, full, fleet.table.per_rank)
 
     def look(self, request: Request, fleet: Fleet, now: float) -> tuple[float, _Known]:
         """Return the predicted work in uncached prompt tokens at the endpoint that has cached most of it, at least 1
@@ -424,17 +429,22 @@ class PairBinder:
         now: float,
     ) -> Bound:
         request = waiting.request
+        self._rules.chosen(request, slot, fleet, now)
         if request.prefix.hashes:
             if len(self._departed) >= _REMEMBERED:
                 self._departed.clear()
             self._departed[request.prefix.hashes[0]] = now
         runner_up = soonest(judged.prompt_ms[row], slot, opened.nonzero()[0])
         totals = -judged.policy_cost[row]
+        scorers: list[tuple[str, float, FloatColumn]] = [("cost", 1.0, totals)]
+        if judged.memory is not None and np.count_nonzero(judged.memory[row]):
+            scorers.append(("memory-wait", 1.0, -judged.memory[row]))
+            totals = totals - judged.memory[row]
         candidates = opened & known.able if opened[slot] else known.able
         trace = Trace(
             endpoints=fleet.table.ids,
             filters=[(ABLE, known.able), (FLOW_CONTROL, candidates)],
-            scorers=[("cost", 1.0, totals)],
+            scorers=scorers,
             total=totals,
             candidates=candidates,
             outcome="picked",

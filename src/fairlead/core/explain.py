@@ -308,10 +308,10 @@ def rating(trace: Trace) -> FloatColumn:
 
 def terms_of(policy: Policy, request: Request, view: Restored, trace: Trace) -> tuple[list[tuple[str, Any]], str]:
     """Return ([(name, column)], unit): the terms that add up to the totals."""
-    late = trace.waited is not None
-    if not late and not isinstance(policy, Explainable):
-        unit = "ms" if isinstance(policy, CostPolicy) and policy.milliseconds else "points"
-        return [(name, weight * np.asarray(column)) for name, weight, column in trace.scorers], unit
+    late, in_ms = trace.waited is not None, isinstance(policy, CostPolicy) and policy.milliseconds
+    if not isinstance(policy, Explainable) and (in_ms or not late):
+        scored = [(name, weight * np.asarray(column)) for name, weight, column in trace.scorers]
+        return scored, "ms" if in_ms else "points"
     assert trace.snapshot is not None
     cycle = Cycle(Context(trace.snapshot.at, Random(0)))
     if isinstance(policy, Explainable):

@@ -355,8 +355,8 @@ class Refuser(Protocol):
 class PickObserver(Protocol):
     """A filter, scorer, picker or profile that is notified of each pick.
 
-    `chosen` is called once per decision, after the pick (also after the fallback's), with the same `cycle`. It is not
-    called if the request is refused.
+    `chosen` is called once per decision, after the pick (also after the fallback's), with the same `cycle`, and after a
+    waiting request was bound, with a new one. It is not called if the request is refused.
     """
 
     def chosen(self, request: Request, slot: int, fleet: FleetView, cycle: Cycle) -> None: ...

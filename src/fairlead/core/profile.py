@@ -247,11 +247,8 @@ class Profile:
     ) -> Picked:
         if trace is not None:
             trace.outcome = "fallback" if overloaded else "picked"
-        for name, observer in self._observers:
-            try:
-                observer.chosen(request, slot, fleet, cycle)
-            except PLUGIN_FAILURES as error:
-                self._failed(name, error)
+        if self._observers:
+            self.notify(request, slot, fleet, cycle)
         share = prefix_share(request, fleet, cycle)
         if trace is not None:
             trace.held, trace.loading = share, loading(request, fleet, cycle)
@@ -259,6 +256,14 @@ class Profile:
             return Picked(slot, overloaded=overloaded, trace=trace)
         best = float(share[share.argmax()])
         return Picked(slot, overloaded=overloaded, hit_share=float(share[slot]), best_share=best, trace=trace)
+
+    def notify(self, request: Request, slot: int, fleet: FleetView, cycle: Cycle) -> None:
+        """Tell the plugins that remember picks (`PickObserver`)."""
+        for name, observer in self._observers:
+            try:
+                observer.chosen(request, slot, fleet, cycle)
+            except PLUGIN_FAILURES as error:
+                self._failed(name, error)
 
     def _refusal(self, culprit: Filter, request: Request, fleet: FleetView, cycle: Cycle) -> Refused | None:
         try:

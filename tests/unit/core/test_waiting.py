@@ -69,6 +69,24 @@ class Backwards(CostModel):
         return np.array([30.0, 20.0, 10.0]) * request.prompt_tokens
 
 
+class Preferring(Ranked):
+    """The same without terms."""
+
+    type, milliseconds = "preferring", True
+
+    def cost(self, request, fleet, cycle):
+        return np.array([30.0, 20.0, 10.0]) * request.prompt_tokens
+
+
+class Remembering(CostModel):
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def chosen(self, request, slot, fleet, cycle):
+        self.told.append((request.id, slot, cycle.now))
+
+
 class BiggestLabel(Ranked):
     """No milliseconds."""
 
@@ -122,6 +140,30 @@ def test_a_late_bound_decision_can_be_explained(fleet):
     assert told.reproduced and told.endpoint == "e1" and told.unit == "ms"
     assert told.candidates[0].chosen
     assert sum(told.candidates[0].terms.values()) == pytest.approx(told.candidates[0].total)
+
+
+def test_the_wait_for_memory_is_part_of_the_explanation(fleet):
+    """Of a policy with milliseconds of its own, which prefers e2."""
+    table = fleet.table
+    table.capacity_tokens[:], table.per_capacity[:] = 100_000.0, 1e-5
+    table.kv[:], table.active[:] = [0.2, 0.2, 0.99], 50.0
+    fleet.predictor.hold_ms = 1e9
+    one = waiting(1, 4000)
+    found = bound(Preferring(), fleet, one)
+    assert found.slot == 1 and found.trace is not None
+    found.trace.snapshot, found.trace.waited = Snapshots()(fleet, NOW), Waited(0.0, 0.0, 0, 1, 0, "memory")
+    told = explain(Preferring, one.request, found.trace, "e1")
+    assert told.reproduced and told.unit == "ms"
+    assert [each.endpoint for each in told.candidates] == ["e1", "e0", "e2"]
+    assert told.candidates[0].terms == {"cost": -80_000.0, "memory-wait": 0.0}
+    assert told.candidates[2].terms["memory-wait"] < -80_000.0
+    assert "at random" not in " ".join(told.why)
+
+
+def test_plugins_that_remember_picks_are_told_of_waiting_requests(fleet):
+    policy = Remembering()
+    found = bound(policy, fleet, waiting(1, 400), waiting(2, 100))
+    assert policy.told == [(2, found.slot, NOW)]
 
 
 def test_a_better_endpoint_that_was_not_open_is_named(fleet):
