@@ -307,11 +307,27 @@ def compare(
         cells = compared_cells(spec, workload or [], policy or [], load, seeds)
         if unsplit := {cell.policy: None for cell in cells if cell.scenario.prefill < prefill}:
             typer.echo(f"note: all servers do both where no request is split: {', '.join(unsplit)}", err=True)
+        if said := _unequal({cell.policy: cell.text for cell in cells}):
+            typer.echo(said, err=True)
         results = results_of(cells, out, fresh, processes, cluster)
     (_print_json if as_json else print_comparison)(results)
     for path in write_report(results, cells, out):
         typer.echo(f"written: {path}", err=True)
     end_with_errors(results)
+
+
+def _unequal(texts: Mapping[str, str]) -> str:
+    """A note if the default, which holds requests, is compared with policies that do not, and not with `AT_ONCE`."""
+    from fairlead.lab.simulator.run import AT_ONCE, config_from
+
+    others = [name for name, text in texts.items() if config_from(text)[0].flow_control is None]
+    if "default" not in texts or not others or AT_ONCE in texts:
+        return ""
+    shown = ", ".join(others[:_NAMED]) + (" and others" if others[_NAMED:] else "")
+    return (
+        f"note: default may hold requests in flow control; without it: {shown}. To compare only the choice of endpoints, "
+        f"add -p {AT_ONCE}, or `flowControl: {{}}` to a policy's file"
+    )
 
 
 def _check_options(against: Path | None, simulated: Mapping[str, object], gated: Mapping[str, object]) -> None:
