@@ -325,8 +325,8 @@ def _unequal(texts: Mapping[str, str]) -> str:
         return ""
     shown = ", ".join(others[:_NAMED]) + (" and others" if others[_NAMED:] else "")
     return (
-        f"note: default may hold requests in flow control; without it: {shown}. To compare only the choice of endpoints, "
-        f"add -p {AT_ONCE}, or `flowControl: {{}}` to a policy's file"
+        f"note: default may hold requests in flow control; without it: {shown}. To compare only the choice of "
+        f"endpoints, add -p {AT_ONCE}, or `flowControl: {{}}` to a policy's file"
     )
 
 

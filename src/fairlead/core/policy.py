@@ -355,8 +355,9 @@ class Refuser(Protocol):
 class PickObserver(Protocol):
     """A filter, scorer, picker or profile that is notified of each pick.
 
-    `chosen` is called once per decision, after the pick (also after the fallback's), with the same `cycle`, and after a
-    waiting request was bound, with a new one. It is not called if the request is refused.
+    `chosen` is called once per decision, after the pick (also after the fallback's), with the same `cycle`. For a
+    request that must wait first it is called when late binding sends it, with a new one; for one that is refused,
+    never.
     """
 
     def chosen(self, request: Request, slot: int, fleet: FleetView, cycle: Cycle) -> None: ...

@@ -64,6 +64,8 @@ def _estimate(request: Request, fleet: FleetView, cycle: Cycle) -> Terms:
     return cost(prompt, cached, fleet, cycle.now, loading(request, fleet, cycle)).read_only()
 
 
+#: Picks of which observers are not told yet: of each the request, the cycle, and the profile that made it.
+Later = list[tuple[Request, Cycle, "Profile"]]
 #: Models remembered in `Profile._passed`. The bound is needed because clients choose the names.
 _MAX_PASSED = 1024
 #: Characters of a plugin's error that a trace keeps.
@@ -92,6 +94,7 @@ class Profile:
         self._demoters = tuple((plugin.name, plugin) for plugin in filters if isinstance(plugin, Demoter))
         plugins: list[Filter | Scorer | Picker | Profile] = [*filters, *(scorer for scorer, _ in scorers), picker, self]
         self._observers = tuple((plugin.name, plugin) for plugin in plugins if isinstance(plugin, PickObserver))
+        self._later: Later | None = None
         self._report = on_plugin_error
         self._turn = -1
         self._steady = all(isinstance(plugin, SteadyFilter) and plugin.steady for plugin in filters)
@@ -248,7 +251,10 @@ class Profile:
         if trace is not None:
             trace.outcome = "fallback" if overloaded else "picked"
         if self._observers:
-            self.notify(request, slot, fleet, cycle)
+            if self._later is None:
+                self.notify(request, slot, fleet, cycle)
+            else:
+                self._later.append((request, cycle, self))
         share = prefix_share(request, fleet, cycle)
         if trace is not None:
             trace.held, trace.loading = share, loading(request, fleet, cycle)
@@ -256,6 +262,11 @@ class Profile:
             return Picked(slot, overloaded=overloaded, trace=trace)
         best = float(share[share.argmax()])
         return Picked(slot, overloaded=overloaded, hit_share=float(share[slot]), best_share=best, trace=trace)
+
+    def notify_later(self, later: "Later") -> None:
+        """Put what observers must be told into this list from now on: a request that is not sent to the pick, because
+        the endpoint is not open, is none of theirs. The owner of the list calls `notify`."""
+        self._later = later
 
     def notify(self, request: Request, slot: int, fleet: FleetView, cycle: Cycle) -> None:
         """Tell the plugins that remember picks (`PickObserver`)."""

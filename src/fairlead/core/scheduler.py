@@ -56,7 +56,7 @@ from fairlead.core.parking import Decided, Parking, Question, Reservation
 from fairlead.core.peers import TIMER as PEERS_TIMER
 from fairlead.core.peers import Peers
 from fairlead.core.policy import Able, Answer, Context, Picked, Policy, Refused, choice_of, own
-from fairlead.core.profile import Profile, in_order, runner_up
+from fairlead.core.profile import Later, Profile, in_order, runner_up
 from fairlead.core.queues import Queues
 from fairlead.core.records import DecisionRecord, OutcomeRecord, Snapshot
 from fairlead.core.remote import RemotePolicy
@@ -116,6 +116,7 @@ class Pipeline:
         `drawn_from`: the slots of which one is drawn for a request if `policy` fails."""
         self._clock, self._rng = clock, rng
         self.fleet, self._stalls, self._stalled = fleet, fleet.stalls, fleet.stalls.changes
+        self._unsaid: Later = []
         self._decide_by(policy, drawn_from)
         #: Parsers read it to estimate prompt tokens; only the pipeline makes it learn.
         self.tokens = tokens
@@ -193,7 +194,7 @@ class Pipeline:
                     self.fleet.exact.dropped(request)
                 return unnamed(request, resolution, now, self.policy.name, event.client)
             request = applied(request, resolution, self.models.rewrites or bool(request.rewrite))
-        entry, pick = self.requests.add(request, event.client), None
+        entry = self.requests.add(request, event.client)
         flow = self.flow_controller
         if flow is not None:
             control = flow.flow
@@ -205,8 +206,10 @@ class Pipeline:
                     pick = self._choose(self.policy, request, now)
                     if isinstance(pick, Picked) and control.gate.admits(pick.slot, self.fleet, now):
                         return self._route(entry, ev.RequestArrived, pick, now)
+                    self._count(control)
+                    return self._admitted(flow, entry, now, pick)
                 self._count(control)
-            return self._admitted(flow, entry, now, pick)
+            return self._admitted(flow, entry, now, None)
         if self.parking is not None:
             asked = self._ask(self.parking, entry, ev.RequestArrived, now)
             if asked:
@@ -235,6 +238,7 @@ class Pipeline:
                 if asked:
                     return asked
             return self._send(entry, arrived, pick or self._choose(self.policy, request, now), now)
+        self._unsaid.clear()
         if isinstance(outcome, Refused):
             self._unrouted(entry, arrived)
             return flow.refused(request, outcome, now, entry.client)
@@ -419,6 +423,8 @@ class Pipeline:
     ) -> list[Instruction]:
         """Charge the request to the picked endpoint. Return the `Route`, the record and what shadows ask for."""
         request, fleet, slot = entry.request, self.fleet, pick.slot
+        if self._unsaid:
+            self._notify(request, slot)
         endpoints, flow = fleet.table.endpoints, self.flow_controller
         endpoint = endpoints[slot]
         assert endpoint is not None, "policies pick among living endpoints"
@@ -484,10 +490,19 @@ class Pipeline:
         self.policy, self._drawn_from = policy, drawn_from
         if isinstance(self.fleet, SharedFleet):
             self.fleet.reports.decide_by(policy.name)
+        if isinstance(policy, Profile):
+            policy.notify_later(self._unsaid)
         #: The policy if it is one of Fairlead's profiles, whose picks need no check; else `None`.
         self._own_policy = policy if isinstance(policy, Profile) and own(policy) else None
         #: Clock seconds until which it is not called (`errors.rests_until`).
         self._rests_until = -inf
+
+    def _notify(self, request: Request, slot: int) -> None:
+        """Tell the policy's observers that the request goes to the slot."""
+        for picked, cycle, profile in self._unsaid:
+            if picked is request:
+                profile.notify(request, slot, self.fleet, cycle)
+        self._unsaid.clear()
 
     def _choose(self, policy: Policy, request: Request, now: float) -> Answer:
         try:
