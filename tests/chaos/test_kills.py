@@ -18,6 +18,8 @@ ENVOY_AWAY_S = 1.0
 CONNECTED = 60
 #: From the look at what a server has until its death has been noticed.
 NOTICED_S = 0.5
+#: Longer than a model server may be silent.
+HUNG_S = 3.0
 Starting = Callable[..., Awaitable[Serve]]
 
 
@@ -86,11 +88,18 @@ async def test_a_gateway_dies(own: Starting, judged: Judge, envoys: int) -> None
 
 
 async def test_the_gateway_hangs(site: Serve, judged: Judge) -> None:
+    """Model servers are not blamed for what waits in it."""
+
     async def happens() -> None:
-        await stopped_for(site.envoy_pid(), 1.0)
+        await stopped_for(site.envoy_pid(), HUNG_S)
         await asyncio.sleep(LASTS_S)
 
-    judged(await trial("Envoy: SIGSTOP of 1 s", site, happens, Bounds(p99_ms=1500.0)))
+    # How soon it catches up is up to the machine.
+    row = await trial(f"Envoy: SIGSTOP of {HUNG_S:g} s", site, happens, Bounds(p99_times=None))
+    blamed = sum("an endpoint seems to hang" in line for line in site.said().splitlines())
+    if blamed:
+        row.problems.append(f"model servers are taken for hung, {blamed} times")
+    judged(row)
 
 
 async def test_a_model_server_dies(site: Serve, servers: list[ModelServer], judged: Judge) -> None:

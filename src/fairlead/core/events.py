@@ -104,6 +104,10 @@ class StreamLost(Struct, frozen=True, gc=False):
     request_id: int
 
 
+class GatewayAnswered(Struct, frozen=True, gc=False):
+    """All Envoys of the embedded gateway are alive. Fed twice a second while they are."""
+
+
 class EndpointUp(Struct, frozen=True):
     """An endpoint joined the pool, or its address or labels changed."""
 
@@ -232,6 +236,7 @@ Event = (
     | UsageReported
     | ResponseEnded
     | StreamLost
+    | GatewayAnswered
     | EndpointUp
     | EndpointDown
     | MetricsSampled

@@ -111,9 +111,8 @@ class Pipeline:
     ) -> None:
         """`flow_controller`: `None` = every request is scheduled at once. `remotes`: schedulers in other processes
         that `policy` may ask, by name. `shadows`: gets a copy of each decision for the policies on trial. `snapshot`:
-        copies what each decision was made from. `build`: builds a scheduler from the document of a `Reconfigured`;
-        `None` = every new configuration is refused. `alternatives`: endpoints that a `Route` names beside its own.
-        `drawn_from`: the slots of which one is drawn for a request if `policy` fails."""
+        copies what each decision was made from. `build`: builds a scheduler from a `Reconfigured`; `None` = each is
+        refused. `alternatives`: how many a `Route` names. `drawn_from`: slots to draw from if `policy` fails."""
         self._clock, self._rng = clock, rng
         self.fleet, self._stalls, self._stalled = fleet, fleet.stalls, fleet.stalls.changes
         self._unsaid: Later = []
@@ -139,6 +138,7 @@ class Pipeline:
             ev.UsageReported: self._usage_reported,
             ev.ResponseEnded: self._response_ended,
             ev.StreamLost: self._stream_lost,
+            ev.GatewayAnswered: self._gateway_answered,
             ev.EndpointUp: self._endpoint_up,
             ev.EndpointDown: self._endpoint_down,
             ev.MetricsSampled: self._metrics_sampled,
@@ -741,6 +741,10 @@ class Pipeline:
         return Evict(rejection, client)
 
     # ---- the fleet ----
+
+    def _gateway_answered(self, event: ev.GatewayAnswered) -> list[Instruction]:
+        self._stalls.gateway_answered(self._clock.time())
+        return []
 
     def _endpoint_up(self, event: ev.EndpointUp) -> list[Instruction]:
         abandoned = self._abandoned(self.fleet.up(event.endpoint, event.listing))

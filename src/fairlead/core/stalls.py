@@ -29,6 +29,9 @@ Theory
   it is more than `LATE_S` overdue, no silence is judged: decisions that follow one another may hold up the event loop,
   too. When it fires, its delay moves the beginnings of all silences. Journals of versions without the timer are
   replayed by their rule: a look that is more than `LATE_S` late shows a standstill.
+* Where the page does not follow the engine's steps, or shows no work, only the gateway could tell of progress. If a
+  gateway's answers are followed (`gateway_answered`), that silence counts only up to the last one. A gap of more than
+  `GATEWAY_S` between two of them is the gateway's own silence, and moves the beginnings of all others.
 * An endpoint recovers at the first progress. If it has no work left that could show progress, it may get one request
   every `RETRIED_S` as a test (`TRIED`). Until one makes progress, it counts as suspect for everyone who looks; but for
   `FORGOTTEN_S` at most if none comes, because nothing is known then, and an alert would last all night.
@@ -79,6 +82,8 @@ TELLS_S = 10.0
 LOOK_S, TIMED_S = 0.2, 0.5
 #: A timer this many seconds late shows that this process stood still.
 LATE_S = 0.5
+#: A gateway that has not answered for this many seconds stands still.
+GATEWAY_S = 1.0
 #: Silent endpoints that are judged in one call, at most.
 SILENT = 64
 
@@ -104,7 +109,8 @@ class _Watched(Struct):
     paced_at: float = -inf
     #: While it is suspect or out: since when it has no work that could show progress; inf = it has some.
     empty_since: float = inf
-    #: The last time that it was out. Nothing about its speed is learned from requests sent there before.
+    #: The last time that it was out, or that the gateway stood still. Nothing about its speed is learned from requests
+    #: sent there before.
     out_until: float = -inf
     #: The earliest first token since its page last changed; inf = none.
     unseen_since: float = inf
@@ -134,6 +140,8 @@ class Stalls:
         self.caution = 1.0
         #: The last time (clock seconds) that any endpoint was out.
         self._any_out = -inf
+        #: When the gateway last answered; inf = its answers are not followed.
+        self._gateway_at = inf
         #: Slots whose level is `TRIED`: they have no work left that could show progress.
         self.retried: set[int] = set()
 
@@ -197,6 +205,12 @@ class Stalls:
         """Record that a client left before the first token. It does not end the endpoint's silence."""
         self._watched[slot].given_up_at = now
 
+    def gateway_answered(self, now: float) -> None:
+        """Note that the gateway answers. Call it every half second while it does."""
+        if now - self._gateway_at > GATEWAY_S:
+            self._excuse(now - self._gateway_at, now)
+        self._gateway_at = now
+
     # ---- silence ----
 
     def timed(self, now: float) -> None:
@@ -214,6 +228,10 @@ class Stalls:
         if self._timer_due == inf and not self._next and now - LATE_S > self.due > -inf:
             self._excuse(now - self.due, now)
             late = True
+        if now - self._gateway_at > GATEWAY_S:
+            self._any_out = now
+            for each in self._watched:
+                each.out_until = now
         for slot, work in enumerate((table.queue + table.active).tolist()):
             if slot < self._next:
                 continue
@@ -239,11 +257,14 @@ class Stalls:
         if self._only_told(slot):
             self._idle(slot, watched, now, now)
             return
-        given_up = watched.given_up_at > now - PLAUSIBLE_S
-        begun = watched.since if given_up else max(watched.since, self._begun(slot))
-        if now - begun > PLAUSIBLE_S:
+        shown = self._table.waiting[slot] + self._table.running[slot] > 0.0
+        heard_at = now if shown and self._speaks(slot, watched, now) else min(self._gateway_at, now)
+        begun = watched.since
+        if not shown and watched.given_up_at <= now - PLAUSIBLE_S:
+            begun = max(begun, self._begun(slot))
+        if heard_at - begun > PLAUSIBLE_S:
             watched.since = begun
-            self._judge(slot, watched, now)
+            self._judge(slot, watched, heard_at - begun, now)
         else:
             self._idle(slot, watched, min(begun, now), now)
 
@@ -261,11 +282,8 @@ class Stalls:
                 self._judged(slot, WELL, 0.0, now)
 
     def _begun(self, slot: int) -> float:
-        """Return the clock seconds since which the endpoint has the oldest lease, if the page shows no requests; else
-        -inf. Requests that a server refuses come and go without progress: they are short, and no sign that it hangs."""
-        table = self._table
-        if table.waiting[slot] + table.running[slot] > 0.0:
-            return -inf
+        """Return the clock seconds since which the endpoint has the oldest lease, for a page that shows no requests.
+        Requests that a server refuses come and go without progress: they are short, and no sign that it hangs."""
         return min((lease.there_since for lease in self._ledger.of_slot(slot)), default=-inf)
 
     def _only_told(self, slot: int) -> bool:
@@ -285,9 +303,8 @@ class Stalls:
         sent = lease.charged_at
         return sent <= self._any_out and sent <= self._watched[lease.slot].out_until
 
-    def _judge(self, slot: int, watched: _Watched, now: float) -> None:
+    def _judge(self, slot: int, watched: _Watched, silent: float, now: float) -> None:
         watched.empty_since = inf
-        silent = now - watched.since
         known = self._table.suspicion[slot]
         if known == OUT_OF_USE:
             watched.out_until = self._any_out = now
@@ -310,12 +327,17 @@ class Stalls:
             band = forecast.known_high_ms / forecast.model_ttft_ms if forecast.model_ttft_ms > 0.0 else 1.0
             alone_ms = largest.work_us * 1e-3 * float(self._predictor.rates.prefill[slot]) + forecast.model_tpot_ms
             plausible = max(plausible, 1e-3 * alone_ms * min(max(band, BAND[0]), BAND[1]))
-        sample, fresh = self._table.samples[slot], now - float(self._table.sampled_at[slot]) < TELLS_S
-        speaks = sample is not None and sample.each_step and (sample.generation_tokens, sample.kv_usage) != (None, None)
-        if speaks and fresh and not watched.still:
+        if self._speaks(slot, watched, now):
             return plausible
         due = min((lease.charged_at + overdue_s(lease, not lease.blind) for lease in pending), default=inf)
         return max(plausible, due - watched.since)
+
+    def _speaks(self, slot: int, watched: _Watched, now: float) -> bool:
+        """Whether the page follows the engine's steps."""
+        sample = self._table.samples[slot]
+        if sample is None or watched.still or now - self._table.sampled_at[slot] >= TELLS_S:
+            return False
+        return sample.each_step and (sample.generation_tokens, sample.kv_usage) != (None, None)
 
     def _pace(self, watched: _Watched, now: float) -> float:
         halves = (now - watched.paced_at) / PACE_HALVES_S

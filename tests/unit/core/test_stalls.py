@@ -11,6 +11,7 @@ from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.events import (
     EndpointUp,
     FirstTokenSeen,
+    GatewayAnswered,
     MetricsSampled,
     PeerHeard,
     RequestArrived,
@@ -572,6 +573,49 @@ def test_a_hang_is_logged_when_it_begins_and_ends_however_often_the_endpoint_is_
         "an endpoint seems to hang: out",
         "an endpoint makes progress again",
     ]
+
+
+def behind_a_gateway(lives: bool, hang: str = "") -> Rig:
+    """No answer passes the gateway for 10 s, although the engines have computed all; or `hang` has not."""
+    rig = Rig()
+    for _ in range(50):
+        rig.feed(GatewayAnswered())
+        rig.warm(SCRAPE)
+    assert not rig.told
+    if hang:
+        rig.hung.add(hang)
+    sent = [rig.send().request_id for _ in range(4)]
+    rig.step()
+    rig.running = [each for each in rig.running if each[2] == hang]
+    for _ in range(50):
+        if lives:
+            rig.feed(GatewayAnswered())
+        rig.step()
+    leases = [entry.lease for number in sent if (entry := rig.pipeline.requests.get(number))]
+    assert all(lease and rig.fleet.stalls.was_out(lease) for lease in leases), "such times teach nothing"
+    return rig
+
+
+def test_the_silence_of_a_gateway_that_stands_still_accuses_nobody() -> None:
+    rig = behind_a_gateway(lives=False)
+    rig.feed(GatewayAnswered())
+    rig.step()
+    assert not rig.told
+    rig.hung.add("e0")
+    for _ in range(40):
+        rig.feed(GatewayAnswered())
+        rig.send()
+        rig.step()
+    assert [record.level for record in rig.told] == ["suspect", "out"], "from then on silence counts as ever"
+
+
+def test_answers_that_a_living_gateway_does_not_get_are_the_servers() -> None:
+    assert {record.endpoint for record in behind_a_gateway(lives=True).told} == {"e0", "e1"}
+
+
+def test_a_page_tells_of_a_hang_while_the_gateway_stands_still() -> None:
+    rig = behind_a_gateway(lives=False, hang="e0")
+    assert [(record.endpoint, record.level) for record in rig.told] == [("e0", "suspect"), ("e0", "out")]
 
 
 def test_a_look_at_a_silent_pool_is_split() -> None:

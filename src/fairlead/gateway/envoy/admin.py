@@ -74,6 +74,13 @@ class EnvoyAdmin:
         except (ValueError, LookupError, TypeError):  # no Envoy answers there
             return False
 
+    async def lives(self) -> bool:
+        """Whether Envoy answers at all."""
+        try:
+            return bool(await self._ask("GET", "/ready"))
+        except (TimeoutError, OSError):
+            return False
+
     async def address(self, listener: str) -> tuple[str, int] | None:
         """(host, port) of a listener; `None` while it does not listen."""
         _, text = await self._ask("GET", "/listeners?format=json")

@@ -19,7 +19,7 @@ from fairlead.config.reload import plan_reload
 from fairlead.config.schema import Config, Tls
 from fairlead.core.endpoint import host_port
 from fairlead.core.errors import cannot_listen
-from fairlead.core.events import EndpointDown, EndpointUp
+from fairlead.core.events import EndpointDown, EndpointUp, GatewayAnswered
 from fairlead.gateway.envoy.admin import EnvoyAdmin
 from fairlead.gateway.envoy.clusters import PoolWriter
 from fairlead.gateway.envoy.process import BOOTSTRAP, LAST_CONFIG
@@ -56,6 +56,8 @@ _STOPPING = "shutting down"
 
 #: Seconds between two checks while something is waited for.
 POLL_S = 0.05
+#: Seconds between two questions whether the embedded gateway is alive; well below `core.stalls.GATEWAY_S`.
+_ASKED_S = 0.5
 #: Seconds in which a gateway notices that this scheduler is not ready: two health checks of `fairlead envoy config`.
 NOTICE_S = 2.5
 #: The default limit of `parsing.maxBufferedBytes`; lower on machines with little memory.
@@ -339,6 +341,8 @@ class Live:
             sources = serving.sources(refresh=ask)
             if ask is not None:
                 stack.push_async_callback(cancelled, asyncio.create_task(self._look_at_gateway(ask)))
+            if self._gateway:
+                stack.push_async_callback(cancelled, asyncio.create_task(self._hear_gateway()))
         else:
             sources = serving.sources()
         settings = self.config.admin
@@ -395,6 +399,14 @@ class Live:
             except (OSError, RuntimeError) as error:  # no file can be opened, or no thread started
                 log.warning("cannot look at the gateway", reason=str(error))
             await asyncio.sleep(1.0)
+
+    async def _hear_gateway(self) -> None:
+        """Report to the pipeline that the gateway is alive. While an Envoy is not, answers may wait there."""
+        admins = [EnvoyAdmin.from_address(where) for where in self._gateway]
+        while True:
+            if all(await asyncio.gather(*(admin.lives() for admin in admins))):
+                self.driver.feed(GatewayAnswered())
+            await asyncio.sleep(_ASKED_S)
 
     def _announce(self) -> None:
         if self.serving.endpoints:

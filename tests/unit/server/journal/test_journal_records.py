@@ -43,6 +43,7 @@ def back(kind: str, body: object) -> object:
         ev.ResponseEnded(request_id=7, status=200, usage=Usage(prompt_tokens=3), ttft_ms=4.5),
         ev.UsageReported(7, Usage(cached_tokens=2)),
         ev.StreamLost(7),
+        ev.GatewayAnswered(),
         ev.EndpointUp(Endpoint("e", "10.0.0.1:80", {"role": "decode"})),
         ev.EndpointDown("e"),
         ev.MetricsSampled("e", 1.0, SAMPLE),
