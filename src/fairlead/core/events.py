@@ -75,6 +75,8 @@ class ResponseEnded(Struct, frozen=True, kw_only=True, gc=False):
     #: The model server broke off a response that had begun. If `client_gone` is set too, only one of the two happened,
     #: and it is unknown which.
     upstream_reset: bool = False
+    #: The gateway could not send the request to any endpoint, and answered by itself.
+    unsent: bool = False
 
 
 class RequestMoved(Struct, frozen=True, gc=False):

@@ -585,7 +585,7 @@ class Pipeline:
         if event.client_gone or event.upstream_reset:
             return [self._cut_short(entry, lease, event, now)]
         done = 200 <= event.status < 300
-        if (not done or fleet.table.troubled) and event.status not in GIVEN_UP:
+        if (not done or fleet.table.troubled) and event.status not in GIVEN_UP and not event.unsent:
             self._answered(lease, 0 < event.status < 500, now)
         if event.usage is not None:
             entry.usage = event.usage
@@ -596,7 +596,7 @@ class Pipeline:
             if lease.mark is not None and lease.blind and tokens < 0:
                 tokens = self.tokens.answer_tokens(entry.request, event.response_bytes)
             fleet.completed(lease, now, tokens, event.ttft_ms, event.duration_ms)
-        elif 400 <= event.status < 500 and lease.first_token_at < 0.0:
+        elif (event.unsent or 400 <= event.status < 500) and lease.first_token_at < 0.0:
             fleet.refused(lease)
             if event.status == 404 and fleet.without_model(lease.slot, entry.request.target_model):
                 ended = self._ended(entry, lease, ev.ResponseEnded, event, "natural", now)

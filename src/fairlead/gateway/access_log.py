@@ -55,14 +55,15 @@ TTFT = "%COMMON_DURATION(DS_RX_BEG:US_RX_BODY_BEG:us)%"
 
 #: Name and format of the custom tag with everything we read: lease, status, µs to the first response body byte, ms to
 #: the end, response bytes, upstream, response flags and gRPC status (in the headers of an answer without a body,
-#: otherwise in the trailers), number of upstreams tried, the gateway's own id. The id's header is removed once the pick
-#: is applied (the lease then identifies the request), so it remains if the pick came too late.
+#: otherwise in the trailers), number of upstreams tried and why the last could not be connected, the gateway's own id.
+#: The id's header is removed once the pick is applied (the lease then identifies the request), so it remains if the
+#: pick came too late.
 SUMMARY_TAG = "fairlead"
 SUMMARY = (
     f"%DYNAMIC_METADATA({LB_NAMESPACE}:{LEASE_KEY})% %RESPONSE_CODE% "
     f"{TTFT} %DURATION% %BYTES_SENT% %UPSTREAM_HOST% "
     f"%RESPONSE_FLAGS%/%RESP({GRPC_STATUS}):2%%TRAILER({GRPC_STATUS}):2% "
-    f"%UPSTREAM_REQUEST_ATTEMPT_COUNT% %REQ({GATEWAY_ID}):36%;"
+    f"%UPSTREAM_REQUEST_ATTEMPT_COUNT%/%UPSTREAM_TRANSPORT_FAILURE_REASON% %REQ({GATEWAY_ID}):36%;"
 )
 #: Matches `SUMMARY` in the message decoded as Latin-1, where every byte is a character.
 _SUMMARY = re.compile(
@@ -71,9 +72,9 @@ _SUMMARY = re.compile(
     # Both give an empty group.
     r"(?:-|(\S*)) (?:-|(\d{0,3})) (?:-|(\d{0,18})) (?:-|(\d{0,18})) (?:-|(\d{0,18})) (?:-|(\S*)) "
     # Empty without flags and gRPC error. A model server may write any bytes as its gRPC status. Configurations written
-    # by an older version have neither this status nor the next value.
+    # by an older version have neither this status nor the next values.
     r"(?:-(?:/-{0,2}0?(?= ))?|([A-Za-z,\-]*(?:/(?:[!-~\x80-\xff]{0,4}|[\t -~\x80-\xff]{0,4}?))?))"
-    r"(?: (?:-|(\d{1,3}))(?=[ ;]))?"
+    r"(?: (?:-|(\d{1,3}))(?:/(?:-|([!-~\x80-\xff]*)))?(?=[ ;]))?"
     # A gateway that is not ours may let a client write the last value: any bytes that a header can have.
     r"(?: (?:-(?=;)|([ -~\x80-\xff]{0,36})))?;",
     re.ASCII,
@@ -98,8 +99,10 @@ _WITHIN = "envoy://"
 #: comes from a client that stops reading, and UT is a route's limit. UPE includes a connection closed within a chunked
 #: body.
 _GONE_FLAGS, _RESET_FLAGS = frozenset(("DC", "DR")), frozenset(("UR", "UC", "UPE"))
-#: The same flags as field numbers of ResponseFlags.
-_FLAGS = {5: "UR", 7: "UC", 15: "DC", 24: "UPE", 28: "DR"}
+#: These flags, and that of an upstream that could not be connected, as field numbers of ResponseFlags.
+_FLAGS = {5: "UR", 6: "UF", 7: "UC", 15: "DC", 24: "UPE", 28: "DR"}
+#: Beginning of why no connection was made, in Envoy's words: it has no file descriptor left for one.
+_NO_SOCKET = "socket"
 TTFT_TAG = b"ttft_us"
 #: Duration.seconds at or above this is a negative number (a two's complement varint), hence invalid.
 _MAX_SECONDS = 1 << 62
@@ -116,12 +119,14 @@ class AccessLogEntry(Struct, frozen=True):
     ttft_ms: float = -1.0
     duration_ms: float = -1.0
     response_bytes: int = -1
-    #: Only in the summary: how many upstreams were tried (0 = unknown), and the gateway's own id.
-    attempts: int = 0
+    #: Only in the summary: whether more than one upstream was tried, and the gateway's own id.
+    repeated: bool = False
     gateway_id: str = ""
     client_gone: bool = False
     #: Whether the model server broke off after a 2xx status.
     upstream_reset: bool = False
+    #: Whether the gateway could not send it to any upstream, and answered by itself.
+    unsent: bool = False
 
 
 def read_uploads(message: bytes) -> list[tuple[str, int, str]]:
@@ -156,6 +161,7 @@ def _summarised(
     upstream: str,
     flags: str,
     attempts: str,
+    unconnected: str,
     gateway_id: str,
 ) -> AccessLogEntry:
     """Make an entry of the groups of `_SUMMARY`."""
@@ -166,29 +172,30 @@ def _summarised(
         int(ttft_us) / 1000.0 if ttft_us else -1.0,
         float(duration_ms) if duration_ms else -1.0,
         int(size) if size else -1,
-        int(attempts or 0),
+        attempts > "1",
         gateway_id,
     )
-    return _special(entry, flags) if flags else entry
+    return _special(entry, flags, unconnected) if flags else entry
 
 
-def _special(entry: AccessLogEntry, ending: str) -> AccessLogEntry:
+def _special(entry: AccessLogEntry, ending: str, unconnected: str) -> AccessLogEntry:
     """The entry of a request that did not end well. `ending`: flags and gRPC status, as in the summary."""
     flags, _, status = ending.partition("/")
-    entry = _flagged(entry, flags.split(","))
+    entry = _flagged(entry, flags.split(","), unconnected)
     failed = 0 if entry.client_gone or entry.upstream_reset else grpc_error(status.strip("-"))
     return replace(entry, status=failed) if failed and 200 <= entry.status < 300 else entry
 
 
-def _flagged(entry: AccessLogEntry, flags: Collection[str]) -> AccessLogEntry:
-    """The entry, with whether the client or the model server ended it early."""
+def _flagged(entry: AccessLogEntry, flags: Collection[str], unconnected: str) -> AccessLogEntry:
+    """The entry, with whether the client or the model server ended it early, or the gateway could not send it."""
     gone = not _GONE_FLAGS.isdisjoint(flags)
     reset = 200 <= entry.status < 300 and not gone and not _RESET_FLAGS.isdisjoint(flags)
-    return replace(entry, client_gone=gone, upstream_reset=reset)
+    unsent = "UF" in flags and unconnected.startswith(_NO_SOCKET)
+    return replace(entry, client_gone=gone, upstream_reset=reset, unsent=unsent)
 
 
 def _read_entry(data: bytes, start: int, end: int) -> AccessLogEntry:
-    lease = upstream = ""
+    lease = upstream = unconnected = ""
     ttft = duration = -1.0
     status, size = 0, -1
     flags: set[str] = set()
@@ -201,6 +208,8 @@ def _read_entry(data: bytes, start: int, end: int) -> AccessLogEntry:
                     flags = {_FLAGS.get(n, "") for n, x, y in fields(data, a, b) if y < 0 and x}
                 elif key == 17:
                     lease = _read_lease(data, a, b) or lease
+                elif key == 18:
+                    unconnected = data[a:b].decode("latin-1")
                 elif key == 22 and data.find(TTFT_TAG, a, b) >= 0:
                     ttft = _read_tag(data, a, b)
                 elif key == 23:
@@ -215,7 +224,7 @@ def _read_entry(data: bytes, start: int, end: int) -> AccessLogEntry:
         duration_ms=duration,
         response_bytes=size,
     )
-    return _flagged(entry, flags) if flags else entry
+    return _flagged(entry, flags, unconnected) if flags else entry
 
 
 def _read_lease(data: bytes, start: int, end: int) -> str:
@@ -340,7 +349,7 @@ class AccessLogs:
     def entry(self, entry: AccessLogEntry) -> None:
         request_id = self._answers.request_id(entry.lease)
         if request_id is not None:
-            if entry.attempts > 1:
+            if entry.repeated and not entry.unsent:
                 self._feed(RequestMoved(request_id, entry.upstream))
             self._feed(
                 ResponseEnded(
@@ -351,6 +360,7 @@ class AccessLogs:
                     response_bytes=entry.response_bytes,
                     client_gone=entry.client_gone,
                     upstream_reset=entry.upstream_reset,
+                    unsent=entry.unsent,
                 )
             )
         elif not entry.lease:

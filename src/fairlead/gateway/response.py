@@ -178,6 +178,8 @@ class ResponseWatch:
     @property
     def error_status(self) -> int:
         """The status of an error inside a response with status 200; 0 = none."""
+        if self.refused and not isinstance(self._scanner, _Page):
+            return 0
         return (report.error_status if (report := self._report) is not None else 0) or self._grpc_error
 
     def ended(self, now: float, client_gone: bool = False) -> ResponseEnded:

@@ -542,7 +542,8 @@ class Session:
         if self._state is SessionState.ROUTED:  # the gateway shows no headers; the status is an attribute
             answered_by = watch.attributes(message.attributes())
             self._state = SessionState.ANSWERING
-            if answered_by is not None and self._fallback:
+            # An error may be the gateway's own, which only the access log tells.
+            if answered_by is not None and self._fallback and not (watch.refused and self._wired()):
                 self._moved_to = answered_by or self._fallback
         if first := watch.chunk(chunk, host.now):
             if self._moved_to:

@@ -36,8 +36,28 @@ def test_the_number_of_upstreams_that_were_tried_stands_before_the_id() -> None:
     )
     older = f"x 200 1 1 1 10.0.0.1:80 - {own};", "x 200 1 1 1 10.0.0.1:80 - -;", "x 200 1 1 1 10.0.0.1:80 -;"
     entries = read_entries(message(*(tagged(text.encode()) for text in (*texts, *older))))
-    assert [entry.attempts for entry in entries] == [2, 1, 0, 0, 0, 0]
+    assert [entry.repeated for entry in entries] == [True, False, False, False, False, False]
     assert [entry.gateway_id for entry in entries] == ["", own, own, own, "", ""]
+
+
+def test_what_the_gateway_has_no_socket_for_was_not_sent() -> None:
+    """Read off Envoy 1.40: without file descriptors, with and without a fallback endpoint, and a refused connection."""
+    own = "62540fd2-6505-4c19-b85c-da9a044eac44"
+    refused = "delayed_connect_error:_Connection_refused"
+    texts = (
+        "x.1 503  34 198 10.0.0.1:80 URX,UF/ 2/socket_creation_failure -;",
+        f"x.2 503  14 175 10.0.0.1:80 UF/ 1/socket_creation_failure {own};",
+        f"x.3 503  14 175 10.0.0.1:80 UF/ 1/{refused} {own};",
+        f"x.4 200 1 14 175 10.0.0.1:80 -/ 2/ {own};",
+        "x.5 200 1 14 175 10.0.0.1:80 -/ 1/- -;",
+    )
+    entries = read_entries(message(*(tagged(text.encode()) for text in texts)))
+    assert [entry.unsent for entry in entries] == [True, True, False, False, False]
+    assert [entry.repeated for entry in entries] == [True, False, False, True, False]
+    assert [entry.gateway_id for entry in entries] == ["", own, own, own, ""]
+    for reason, unsent in ((b"socket creation failure", True), (refused.encode(), False)):
+        fields = field(1, field(16, number(6, 1)) + field(18, reason)) + field(4, field(1, number(1, 503)))
+        assert [entry.unsent for entry in read_entries(message(fields))] == [unsent]
 
 
 def test_what_envoy_does_not_know_is_empty_or_a_dash() -> None:
@@ -97,13 +117,13 @@ def test_who_cut_a_response_short(status: int, flags: str, bits: tuple[int, ...]
         (404, "-/2", 404),
     ],
 )
-@pytest.mark.parametrize("tail", [" 1 -;", " - 62540fd2-6505-4c19-b85c-da9a044eac44;"])
+@pytest.mark.parametrize("tail", [" 2 -;", " - 62540fd2-6505-4c19-b85c-da9a044eac44;"])
 def test_a_grpc_status_of_an_error_is_the_status(status: int, ending: str, read: int, tail: str) -> None:
     text = f"x.1 {status} 1 1 1 10.0.0.1:80 {ending}{tail}".encode("latin-1")
     first, second = read_entries(message(tagged(text), tagged(b"x.2 200 1 1 1 10.0.0.1:80 -/ 1 -;")))
-    assert (first.lease, first.status, first.attempts) == ("x.1", read, int(tail == " 1 -;"))
-    assert first.gateway_id == ("" if first.attempts else tail[3:-1])
-    assert second == AccessLogEntry("x.2", 200, "10.0.0.1:80", 0.001, 1.0, 1, 1)
+    assert (first.lease, first.status, first.repeated) == ("x.1", read, tail == " 2 -;")
+    assert first.gateway_id == ("" if first.repeated else tail[3:-1])
+    assert second == AccessLogEntry("x.2", 200, "10.0.0.1:80", 0.001, 1.0, 1)
 
 
 @pytest.mark.parametrize("ending", ["-/0 -", "-/-1 ", "-/-\t1", "-/  "])

@@ -732,6 +732,23 @@ def test_who_answers_a_repeated_request_without_a_body_is_known_too(rig):
     assert (entry.lease.endpoint_id, entry.lease.unreached) == ("e1", "e0")
 
 
+@pytest.mark.parametrize("why", ["socket_creation_failure", "delayed_connect_error:_Connection_refused"])
+@pytest.mark.parametrize("tries", [1, 2])
+def test_what_the_gateway_has_no_socket_for_is_no_failure_of_an_endpoint(pb, why, tries):
+    """It answers by itself, with an error that reads like a model server's."""
+    rig = Rig(pb, inspect=True)
+    _, session = rig.open(STREAMED, STREAMED, eager=True, whole=True, resizable=True)
+    rig.request_headers(session)
+    rig.body(session)
+    local = b'{"error": {"message": "no model server answers", "type": "server_error", "code": 503}}'
+    rig.chunk(session, local, eos=True, response_code=503, upstream_request_attempt_count=tries)
+    log_entry(rig, f"ab.0000000000000001 503 9 9 86 10.0.0.{tries - 1}:80 UF/ {tries}/{why} -;")
+    assert [(end.status, end.unreached) for end in rig.seen.outcomes] == [
+        (503, "e0" if tries == 2 and "refused" in why else "")
+    ]
+    assert rig.fleet.table.errors.sum() == (tries if "refused" in why else 0)
+
+
 @pytest.mark.parametrize("ended", [True, False], ids=["ended", "broke off"])
 @pytest.mark.parametrize("wired", [True, False], ids=["log", "no log"])
 def test_a_repeated_request_that_is_answered_with_comments_only_has_no_first_token(rig, wired, ended):
