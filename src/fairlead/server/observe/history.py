@@ -236,8 +236,8 @@ class History:
             place = table.slot(name)
             if place is None or not table.alive[place]:
                 text = "an endpoint whose answers failed was removed"
-            elif table.errors[place] < 1.0:
-                text = "an endpoint's answers no longer fail"
+            elif table.ejected_until[place] == -inf:  # a good answer came, even if one has failed since
+                text = "an endpoint's answers no longer all fail"
             else:
                 text = "an endpoint whose answers failed is in use again: no request has tried it for a minute"
             log.info(text, endpoint=name)

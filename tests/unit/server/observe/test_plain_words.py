@@ -196,7 +196,8 @@ def test_an_endpoint_that_fails_is_out_and_the_gravest_comes_first(scene):
 @pytest.mark.parametrize(
     ("ending", "said"),
     [
-        ("answered", "an endpoint's answers no longer fail"),
+        ("answered", "an endpoint's answers no longer all fail"),
+        ("answered, then failed", "an endpoint's answers no longer all fail"),
         ("removed", "an endpoint whose answers failed was removed"),
         ("untried", "an endpoint whose answers failed is in use again: no request has tried it for a minute"),
     ],
@@ -206,8 +207,10 @@ def test_how_failing_ended_is_logged(scene, caplog, ending, said):
     for _ in range(3):
         scene.fleet.answered(1, False, scene.now)
     scene.history.look(scene.now)
-    if ending == "answered":
+    if ending.startswith("answered"):
         scene.fleet.answered(1, True, scene.now)
+        for _ in range(ending.count("failed")):
+            scene.fleet.answered(1, False, scene.now)
     elif ending == "removed":
         scene.fleet.down("b")
     else:
