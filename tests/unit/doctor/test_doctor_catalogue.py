@@ -24,8 +24,11 @@ RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
 
 def anchors(page: Path) -> set[str]:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.strip().lower().replace("`", "")).replace(" ", "-") for heading in headings}
+    return {anchor(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+
+
+def anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower().replace("`", "")).replace(" ", "-")
 
 
 def test_codes_are_unique_and_say_which_check_found_it() -> None:
@@ -40,6 +43,18 @@ def test_every_finding_leads_to_a_page(kind: Kind) -> None:
     path, _, anchor = kind.docs.partition("#")
     assert (ROOT / path).is_file()
     assert not anchor or anchor in anchors(ROOT / path)
+
+
+def test_sections_of_the_runbook_are_about_the_findings_that_lead_there() -> None:
+    """A section that names findings names each that leads to it; and what one names leads to it or to more."""
+    sections = {anchor(part.partition("\n")[0]): part for part in re.split(r"^## ", RUNBOOK, flags=re.MULTILINE)}
+    naming = {name for name, text in sections.items() if any(kind.code in text for kind in KINDS)}
+    assert {"fairleaderrorshigh", "lowcachehitrate", "load-is-uneven", "epphighlatency"} <= naming
+    for kind in KINDS:
+        page, _, section = kind.docs.partition("#")
+        if page == "docs/runbook.md" and section in naming:
+            assert kind.code in sections[section], kind.code
+        assert page != "docs/doctor.md" or not any(kind.code in text for text in sections.values()), kind.code
 
 
 def test_every_finding_that_the_runbook_names_exists() -> None:

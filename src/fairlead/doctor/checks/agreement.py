@@ -123,7 +123,7 @@ async def tokens(site: Site) -> list[Finding]:
 
 FAILED = Kind(
     "kv-agreement.failed", Severity.CRITICAL, "a small request to an endpoint fails",
-    "see the evidence; after 404, 405 or 501, correct the endpoint's address", _LOW_HITS,
+    "see the evidence; after 404, 405 or 501, correct the endpoint's address", "docs/runbook.md#fairleaderrorshigh",
 )  # fmt: skip
 SIZE = Kind(
     "kv-agreement.block-size", Severity.ERROR, "predictions are wrong: the block size is not the engine's",

@@ -50,7 +50,7 @@ async def gateway(site: Site) -> list[Finding]:
 UNANSWERED = Kind(
     "asking.no-answer", Severity.CRITICAL, "the gateway does not answer",
     "start it, or correct --gateway: `fairlead serve` prints where clients connect",
-    _FAILING,
+    "docs/runbook.md#fairleadgatewaydown",
 )  # fmt: skip
 FAILED = Kind(
     "asking.failed", Severity.CRITICAL, "a request through the gateway fails",
@@ -64,7 +64,7 @@ BYPASSED = Kind(
 )  # fmt: skip
 NOT_ALLOWED = Kind(
     "asking.not-allowed", Severity.NOTE, "the gateway requires credentials",
-    "nothing; whether it asks the scheduler could not be checked", _FAILING,
+    "nothing; whether it asks the scheduler could not be checked", "docs/gateway.md#keys-and-tokens",
 )  # fmt: skip
 _SETTLED = 0.5
 

@@ -19,6 +19,7 @@ from fairlead.server.observe.metrics import MOST_DECLARED
 
 _UNEVEN = "docs/runbook.md#load-is-uneven"
 _SETTINGS = "docs/configuration.md"
+_NAMES = "docs/configuration.md#metrics-of-model-servers"
 
 #: A value of at least this share of a limit counts as close to the limit.
 _CLOSE = 0.8
@@ -39,11 +40,11 @@ ENGINE = Kind(
 )  # fmt: skip
 UNKNOWN_ENGINE = Kind(
     "metrics.unknown-engine", Severity.WARNING, "an endpoint's label names an unknown engine",
-    f"correct {ENGINE_LABELS[0]}, or describe that engine under metrics.engines", _UNEVEN,
+    f"correct {ENGINE_LABELS[0]}, or describe that engine under metrics.engines", _NAMES,
 )  # fmt: skip
 INCOMPLETE = Kind(
     "metrics.incomplete", Severity.WARNING, "the metrics page lacks metrics that decisions need",
-    "another version of the engine may use other names: set them under metrics.engines", _UNEVEN,
+    "another version of the engine may use other names: set them under metrics.engines", _NAMES,
 )  # fmt: skip
 SLOW = Kind(
     "metrics.slow", Severity.ERROR, "the metrics page takes longer than metrics.timeout",
@@ -55,7 +56,8 @@ LARGE = Kind(
 )  # fmt: skip
 NO_CACHE = Kind(
     "metrics.no-prefix-cache", Severity.WARNING, "an engine runs without prefix caching",
-    "start it with --enable-prefix-caching; without it no prompt is cheaper anywhere", _UNEVEN,
+    "start it with --enable-prefix-caching; without it no prompt is cheaper anywhere",
+    "docs/runbook.md#lowcachehitrate",
 )  # fmt: skip
 
 

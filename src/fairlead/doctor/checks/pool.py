@@ -18,6 +18,7 @@ from fairlead.gateway.tls import ServerTls
 from fairlead.pool.models_file import check_models
 
 _FAILING = "docs/runbook.md#fairleaderrorshigh"
+_UNREADABLE = "docs/runbook.md#load-is-uneven"
 _POLICIES = "docs/policies.md"
 
 
@@ -31,7 +32,8 @@ NAMELESS = Kind(
 )  # fmt: skip
 FILE = Kind(
     "endpoints.file", Severity.ERROR, "an entry of the endpoints file cannot be used",
-    "correct it: a running scheduler ignores the entry, or keeps its present endpoints", _FAILING,
+    "correct it: a running scheduler ignores the entry, or keeps its present endpoints",
+    "docs/configuration.md#endpoints",
 )  # fmt: skip
 SPEAKS_TLS = Kind(
     "endpoints.tls", Severity.CRITICAL, "an endpoint speaks TLS, and gateways send it plain HTTP",
@@ -295,15 +297,16 @@ EXPIRY = Kind(
 PLAIN_URL = Kind(
     "tls.http-to-https", Severity.ERROR, "a metrics URL says http, but the server speaks TLS",
     "write https:// in metricsUrl, or set metrics.scheme: https for all; set metrics.tls.caFile if the certificate is "
-    "not a public one",
+    "not a public one", _UNREADABLE,
 )  # fmt: skip
 SECURE_URL = Kind(
     "tls.https-to-http", Severity.ERROR, "a metrics URL says https, but the server speaks plain HTTP",
-    "write http:// in metricsUrl, leave metrics.scheme out, or serve the page with TLS",
+    "write http:// in metricsUrl, leave metrics.scheme out, or serve the page with TLS", _UNREADABLE,
 )  # fmt: skip
 UNTRUSTED = Kind(
     "tls.untrusted", Severity.ERROR, "the certificate of a metrics page is not accepted",
     "set metrics.tls.caFile to the authority that signed it; renew it if it expired; use a host name that it contains",
+    _UNREADABLE,
 )  # fmt: skip
 
 

@@ -13,7 +13,6 @@ from fairlead.doctor.http import Unreached
 from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Row, Site, tried
 
-_RUNBOOK = "docs/runbook.md"
 _SLOWNESS = "docs/runbook.md#epphighlatency"
 _UNEVEN = "docs/runbook.md#load-is-uneven"
 _LOW_HITS = "docs/runbook.md#lowcachehitrate"
@@ -22,15 +21,17 @@ _SELF_CHECK = "docs/kv-events.md#the-self-check"
 
 NOT_READY = Kind(
     "scheduler.not-ready", Severity.CRITICAL, "the scheduler is not ready",
-    "the evidence says what it waits for", "docs/runbook.md#fairleaderrorshigh",
+    "the evidence says what it waits for", "docs/runbook.md",
 )  # fmt: skip
 NO_METRICS = Kind(
     "scheduler.no-metrics", Severity.ERROR, "the scheduler's own metrics page fails",
-    "its log has the reason. Dashboards, alerts and the checks hits and scheduling need this page", _RUNBOOK,
+    "its log has the reason. Dashboards, alerts and the checks hits and scheduling need this page",
+    "docs/operations.md#the-admin-port",
 )  # fmt: skip
 OTHER_POOL = Kind(
     "scheduler.other-endpoints", Severity.ERROR, "the running scheduler's endpoints differ from the configuration's",
-    "it could not apply the file (see its log), or it was started with another file", _RUNBOOK,
+    "it could not apply the file (see its log), or it was started with another file",
+    "docs/configuration.md#changes-while-it-runs",
 )  # fmt: skip
 HIDDEN = Kind(
     "scheduler.no-debug", Severity.WARNING, "the scheduler shows no endpoints, so none was examined",
@@ -53,7 +54,7 @@ FORGETS = Kind(
 )  # fmt: skip
 RESTRICTED = Kind(
     "scheduler.restricted", Severity.ERROR, "the scheduler reports that something does not work",
-    "the evidence is from /readyz; its log says more", "docs/operations.md#the-admin-port",
+    "the evidence is from /readyz; its log says more", "docs/runbook.md#fairleadtrouble",
 )  # fmt: skip
 FAILING = Kind(
     "scheduler.failing", Severity.ERROR, "an endpoint fails its requests, and is tried every few seconds",
