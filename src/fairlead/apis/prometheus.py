@@ -26,6 +26,17 @@ _ESCAPE = re.compile(rb'\\([\\"n])')
 MOST_LABELS = 1024
 
 
+def came_instead(page: bytes) -> str:
+    """What a page is, in words, that is surely no metrics page; empty = it may be one. A proxy's login page is HTML
+    with status 200."""
+    start = page.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if start.startswith(b"<"):
+        return "an HTML page"
+    if start.startswith((b"{", b"[")):
+        return "JSON"
+    return "" if start else "an empty page"
+
+
 def parse_sample(line: bytes, begin: int) -> tuple[bytes, float] | None:
     """(text between the braces, value) of a line whose name ends at `begin`; `None` = malformed or not finite."""
     match = _LABELS_AND_VALUE.fullmatch(line, begin)

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from fairlead import __version__
 from fairlead.apis.engine_metrics import DEFAULT_ENGINE, ENGINES, EngineMetrics, compile_engine, engine_of
-from fairlead.apis.prometheus import PageReader, Reading
+from fairlead.apis.prometheus import PageReader, Reading, came_instead
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import MetricsFailed, MetricsSampled
 from fairlead.pool.aio import read_at_most
@@ -546,12 +546,14 @@ class Scraper:
             target.full_at = now
         began = thread_time()
         reading = target.reader.read(page, full)
-        if reading.problems != target.problems:
+        instead = came_instead(page) if reading.empty else ""
+        if reading.problems != target.problems and not instead:
             target.problems = reading.problems
             if self._report is not None:
                 self._report(target.endpoint.id, reading.problems)
         if reading.empty:
-            self._failed(target, f"the page has no load metric of engine {target.engine!r}", answered=True)
+            reason = f"the page has no load metric of engine {target.engine!r}"
+            self._failed(target, f"{instead} came instead of metrics" if instead else reason, answered=True)
             return
         if reading.asleep:
             self._failed(target, "the engine sleeps; wake it with POST /wake_up")

@@ -145,6 +145,24 @@ async def test_a_compressed_page_is_named(world: Any, pool_of: Listed) -> None:
     assert found.findings[0].evidence == f"{url}: compressed (gzip), which was not asked for"
 
 
+async def test_a_login_page_in_place_of_metrics_is_named(world: Any, pool_of: Listed) -> None:
+    body = b"\n<!DOCTYPE html>\n<title>Sign in</title>"
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = f"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        writer.write(head.encode() + body)
+        writer.close()
+
+    async with TcpServer(talk) as server:
+        (entry,) = pool_of(await world.stubs(1))
+        url = f"http://{server.address}/metrics"
+        found = await world.examined({"endpoints": [entry | {"metricsUrl": url}]})
+    assert codes(found) == {"metrics.refused"}
+    seen = found.findings[0].evidence
+    assert seen == f"{url}: an HTML page came instead of metrics: <!DOCTYPE html> <title>Sign in</title>"
+
+
 async def test_a_wrong_engine_is_named_with_the_right_one(world: Any, pool_of: Listed) -> None:
     config = {"endpoints": pool_of(await world.stubs(1), **{"llm-d.ai/engine-type": "sglang"})}
     found = await world.examined(config)
@@ -404,7 +422,8 @@ async def test_pages_of_any_bytes_break_no_check(world: Any, pool_of: Listed) ->
         config = {"endpoints": pool_of([*addresses, server.address]), "kvEvents": {"enabled": True}}
         while bodies:
             found = await world.examined(config, probe=True)
-            assert codes(found) >= {"metrics.engine", "kv-events.off"}
+            assert "kv-events.off" in codes(found)
+            assert codes(found) & {"metrics.engine", "metrics.refused"}
             bodies.pop(0)
 
 

@@ -357,7 +357,7 @@ async def test_why_metrics_cannot_be_read_is_told_once_per_reason(bench: Bench) 
     assert bench.silences == [("a", "status 404")]
     server.status, server.body = 200, b"<html>\n"
     await bench.world.advance(10)
-    assert bench.silences[1:] == [("a", "the page has no load metric of engine 'vllm'")]
+    assert bench.silences[1:] == [("a", "an HTML page came instead of metrics")]
     server.body = page()
     await bench.world.advance(10)
     assert bench.silences[2:] == [("a", "")]
@@ -568,3 +568,19 @@ async def test_many_endpoints_start_spread_out(bench: Bench) -> None:
     first = [server.asked_at[0] for server in servers]
     assert all(first.count(at) <= 32 for at in first)
     assert len(set(first)) >= 4
+
+
+@pytest.mark.parametrize(
+    ("body", "came"),
+    [
+        (b"\xef\xbb\xbf\n <!DOCTYPE html>", "an HTML page"),
+        (b' {"error": "no"}', "JSON"),
+        (b"[]", "JSON"),
+        (b"\n", "an empty page"),
+    ],
+)
+async def test_what_comes_instead_of_metrics_is_named(bench: Bench, body: bytes, came: str) -> None:
+    bench.up().body = body
+    await bench.world.advance(10)
+    assert bench.silences == [("a", f"{came} came instead of metrics")]
+    assert not bench.reports

@@ -5,7 +5,7 @@ import resource
 from urllib.parse import urljoin
 
 from fairlead.apis.engine_metrics import ENGINE_LABELS, TRTLLM_PATH, unknown_engine
-from fairlead.apis.prometheus import Reading, find_family, read_page
+from fairlead.apis.prometheus import Reading, came_instead, find_family, read_page
 from fairlead.config.problems import shorten
 from fairlead.config.schema import Config
 from fairlead.core.endpoint import Endpoint
@@ -112,6 +112,10 @@ async def _unfit(site: Site, endpoint: Endpoint, page: bytes) -> list[Finding]:
         return [ENGINE.at(endpoint.id, evidence + fits, f"label the endpoint with {ENGINE_LABELS[0]}: {fits}")]
     answer = await tried(site.client.scrape(urljoin(endpoint.scrape_url, TRTLLM_PATH)))
     fits = _fits(site, answer.body) if isinstance(answer, Answer) and answer.status == 200 else ""
+    if not fits and (instead := came_instead(page)):
+        beginning = shorten(" ".join(page[:400].decode("utf-8", "replace").split()))
+        evidence = f"{endpoint.scrape_url}: {instead} came instead of metrics{beginning and ': '}{beginning}"
+        return [REFUSED.at(endpoint.id, evidence, "correct metricsUrl or metrics.path, or let no proxy answer there")]
     there = urljoin(endpoint.scrape_url, TRTLLM_PATH)
     fix = f"set the label {ENGINE_LABELS[0]}: {fits}; its page is {there}, unless metricsUrl or metrics.path differ"
     return [ENGINE.at(endpoint.id, f"{evidence}no known engine", fix if fits else "")]
