@@ -133,7 +133,7 @@ class MetricsSampled(Struct, frozen=True):
 class MetricsFailed(Struct, frozen=True, gc=False):
     endpoint_id: str
     reason: str
-    #: The endpoint answered, but without its load. So it is reachable and does not count as failing.
+    #: The endpoint answered, but without its load, or it could not be asked. So it does not count as failing.
     answered: bool = False
 
 

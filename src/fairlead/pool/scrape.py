@@ -1,6 +1,7 @@
 """Scrape every endpoint's metrics page, often enough to notice traffic from elsewhere, with little CPU time."""
 
 import asyncio
+import errno
 import heapq
 import os
 import random
@@ -490,7 +491,9 @@ class Scraper:
         except (OSError, ValueError) as error:  # ValueError: a host name that IDNA cannot encode
             target.task = None
             code = error.errno if isinstance(error, OSError) else None
-            self.lost(target, f"cannot connect: {os.strerror(code) if code and code > 0 else error}", retry=False)
+            reason = f"cannot connect: {os.strerror(code) if code and code > 0 else error}"
+            # That this process has no descriptor left says nothing about the endpoint.
+            self.lost(target, reason, retry=False, answered=code in (errno.EMFILE, errno.ENFILE))
         else:
             target.task = None
             target.connection = connection

@@ -1,6 +1,7 @@
 """When the scraper asks, what it feeds, and how it fails: in virtual time, against servers in memory."""
 
 import asyncio
+import errno
 import heapq
 import random
 from collections.abc import AsyncIterator, Callable
@@ -27,7 +28,7 @@ class Server:
     def __init__(self) -> None:
         self.body = page()
         self.status = 200
-        self.refuse = False
+        self.refuse = self.unasked = False
         self.silent = False
         self.drop_idle = False
         self.asked_at: list[float] = []
@@ -99,6 +100,8 @@ class World:
 
     async def create_connection(self, factory: Callable[[], Any], host: str, port: int) -> None:
         server = self.servers[port]
+        if server.unasked:
+            raise OSError(errno.EMFILE, "Too many open files")
         if server.refuse:
             raise ConnectionRefusedError(111, "Connection refused")
         Link(self, server, factory())
@@ -322,6 +325,13 @@ async def test_scrapers_share_the_maximal_rate() -> None:
     await other.scraper.close()
     assert (pace.targets, pace.fast) == (10, 0)
     await bench.scraper.close()
+
+
+async def test_that_we_have_no_descriptor_left_is_no_failure_of_the_endpoint(bench: Bench) -> None:
+    bench.up().unasked = True
+    await bench.world.advance(10)
+    events = [event for event in bench.fed if isinstance(event, MetricsFailed)]
+    assert {(event.reason, event.answered) for event in events} == {("cannot connect: Too many open files", True)}
 
 
 async def test_failures_back_off_up_to_the_cap_and_recover(bench: Bench) -> None:

@@ -1,10 +1,15 @@
-"""Tunes the memory management of this process, and measures how late its event loop is."""
+"""Tunes the memory management of this process, measures how late its event loop is, and logs the loop's errors."""
 
 import asyncio
 import contextlib
 import ctypes
+import errno
 import gc
 from collections.abc import Callable
+from math import inf
+from typing import Any
+
+from fairlead.server.observe.log import get
 
 #: mallopt(3)
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -28,6 +33,30 @@ def keep_heap() -> None:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         for option, value in ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 256 << 20), (_M_TOP_PAD, 16 << 20)):
             mallopt(option, value)
+
+
+#: Errors of a process or system that has no file descriptor or memory left for a connection.
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class LoopErrors:
+    """The exception handler of an event loop. asyncio logs a traceback for each attempt to accept a connection for
+    which there is no descriptor, a thousand a second, and for each attempt that was still to come when its socket was
+    closed. Here one line says it every `GAP_S` seconds."""
+
+    GAP_S = 15.0
+
+    def __init__(self) -> None:
+        self._written_at = -inf
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in _SHORT and "socket" in context:
+            if loop.time() - self._written_at >= self.GAP_S:
+                self._written_at = loop.time()
+                get("serve").error("new connections have to wait", reason=error.strerror)
+        elif not (isinstance(error, ValueError) and "._start_serving(" in str(context.get("message"))):
+            loop.default_exception_handler(context)
 
 
 class _Mallinfo(ctypes.Structure):

@@ -35,7 +35,7 @@ from fairlead.server.external_scaler import ExternalScaler
 from fairlead.server.followed_files import ConfigFile, followed_keys
 from fairlead.server.live.kube import Kube, KubeLink
 from fairlead.server.live.kube_pools import KubePools
-from fairlead.server.live.memory import HeapTrim, LoopLag, keep_heap, settle_memory
+from fairlead.server.live.memory import HeapTrim, LoopErrors, LoopLag, keep_heap, settle_memory
 from fairlead.server.live.pool_scheduler import REFUSE_S, PoolScheduler
 from fairlead.server.live.pools import LivePools
 from fairlead.server.live.wiring import start_tracing
@@ -43,7 +43,7 @@ from fairlead.server.observe.component_metrics import GatewayMetrics, show_budge
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.log import get
 from fairlead.server.observe.log import setup as setup_log
-from fairlead.server.observe.troubles import Troubles, children_descriptors
+from fairlead.server.observe.troubles import Troubles, children_descriptors, descriptors
 from fairlead.server.plugin_watch import PluginWatch
 from fairlead.server.running_gateway import NONE_RUNS, RunningGateway
 from fairlead.server.supervise import DRAIN_SECONDS, ENDING, Ending, collecting
@@ -98,6 +98,7 @@ class Live:
     async def run(self) -> None:
         """Raises `ConfigError` if something that the configuration names cannot be used, e.g. a taken port."""
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(LoopErrors())
         keep_heap()
         files = raise_file_limit()
         if files < FEW_FILES:
@@ -337,7 +338,9 @@ class Live:
         if isinstance(serving, PoolScheduler):
             admins = self._gateway if self._pool else ()
             slow = serving.watch.tempo.slow
-            ask = watch_gateway(admins, self._kept, serving.registry, serving.troubles, slow)
+            ask = watch_gateway(
+                admins, self._kept, serving.registry, serving.troubles, lambda: slow() or bool(descriptors())
+            )
             sources = serving.sources(refresh=ask)
             if ask is not None:
                 stack.push_async_callback(cancelled, asyncio.create_task(self._look_at_gateway(ask)))
@@ -469,7 +472,7 @@ def watch_gateway(
     scheduler. The file `keep` has the counts of Envoys that died.
 
     `where`: the admin page of each of its Envoys, a socket's path or a port of 127.0.0.1; empty = no embedded gateway.
-    `slow`: whether this process is too slow to read their answers in time.
+    `slow`: whether this process is too slow to read their answers in time, or cannot ask.
     """
     if not where:
         return None

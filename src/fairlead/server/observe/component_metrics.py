@@ -231,7 +231,7 @@ _FAILURES = ("fetches", "certificates")
 class GatewayMetrics:
     """Metrics from the statistics of the gateway's Envoys. `keep`: the file with their counts, from which the next
     scheduler continues; `None` = the counts are not kept. `envoys`: their number. `slow`: whether this process is
-    too slow to read answers in time."""
+    too slow to read answers in time, or cannot ask."""
 
     def __init__(
         self,
