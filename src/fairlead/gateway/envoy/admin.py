@@ -78,7 +78,7 @@ class EnvoyAdmin:
         """Whether Envoy answers at all."""
         try:
             return bool(await self._ask("GET", "/ready"))
-        except (TimeoutError, OSError):
+        except (TimeoutError, OSError, ValueError):
             return False
 
     async def address(self, listener: str) -> tuple[str, int] | None:
