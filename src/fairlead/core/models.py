@@ -292,6 +292,8 @@ class Catalogue:
         self._rules = rules
         #: Objects that lose to an older one of the same name: (the loser, the winner).
         self.conflicts: list[tuple[str, str]] = []
+        #: Of each rewrite that an older one overrules: the older one by model; empty = requests that no rule names.
+        self.overruled: dict[str, dict[str, str]] = {}
         self._names = self._index_models(models.models)
         self._exact: dict[str, _Rule] = {}
         self._generic: _Rule | None = None
@@ -329,10 +331,13 @@ class Catalogue:
         for item in sorted(models.rewrites, key=lambda rewrite: rewrite.origin.age_order):
             for rule in item.rules:
                 ready = _Rule(str(item.origin), Split(rule.targets))
-                for model in rule.models:
-                    self._exact.setdefault(model, ready)
-                if not rule.models and self._generic is None:
-                    self._generic = ready
+                if not rule.models:
+                    self._generic = self._generic or ready
+                taken = {model: self._exact.setdefault(model, ready) for model in rule.models}
+                taken = taken or {"": self._generic or ready}
+                older = {model: used.origin for model, used in taken.items() if used.origin != ready.origin}
+                if older:
+                    self.overruled.setdefault(ready.origin, {}).update(older)
 
     def _targets(self) -> frozenset[str]:
         splits = [name.split for name in self._names.values()] + [rule.split for rule in self._exact.values()]

@@ -432,7 +432,8 @@ def conditions(
     objects: Mapping[str, Mapping[str, ModelObject]], pool: str, namespace: str
 ) -> dict[tuple[str, str], Condition]:
     """The condition for each object of the pool, by plural and key. Objects of other pools are left out."""
-    owners = dict(Catalogue(model_set(objects, pool, namespace)).conflicts)
+    catalogue = Catalogue(model_set(objects, pool, namespace))
+    owners = dict(catalogue.conflicts)
     result: dict[tuple[str, str], Condition] = {}
     for plural, table in objects.items():
         for key, item in table.items():
@@ -440,17 +441,22 @@ def conditions(
                 continue
             if item.definition is None and pool not in item.pools:
                 continue
-            result[plural, key] = _condition(item, owners.get(key) if plural == "inferencemodels" else None)
+            if plural == "inferencemodels":
+                result[plural, key] = _condition(item, owners.get(key))
+            else:
+                older = catalogue.overruled.get(key, {}) if plural == "inferencemodelrewrites" else {}
+                said = [f"the older {used} decides for {name or 'all other models'}" for name, used in older.items()]
+                result[plural, key] = _condition(item, None, said[:_SHOWN])
     return result
 
 
-def _condition(item: ModelObject, owner: str | None) -> Condition:
+def _condition(item: ModelObject, owner: str | None, overruled: Sequence[str] = ()) -> Condition:
     if item.definition is None:
         return Condition(False, "Invalid", "; ".join(item.problems))
     if owner is not None and isinstance(item.definition, InferenceModel):
         message = f"modelName {item.definition.model} is taken by the older InferenceModel {owner}"
         return Condition(False, "ModelNameInUse", message)
-    return Condition(True, ACCEPTED, "; ".join(("in use", *item.notes)))
+    return Condition(True, ACCEPTED, "; ".join(("in use", *overruled, *item.notes)))
 
 
 def without_pools(item: ModelObject, group: str) -> Condition | None:

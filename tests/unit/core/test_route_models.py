@@ -302,6 +302,16 @@ def test_an_opening_counts_only_without_a_session_of_the_client() -> None:
     assert len({target(sticky, "m", opening=f"~{n}", session="s") for n in range(50)}) == 1
 
 
+def test_a_rewrite_that_an_older_one_overrules_is_known() -> None:
+    older = rewrite("older", rule("a b", "x"), created=1.0)
+    newer = rewrite("newer", rule("b c", "y"), rule("", "z"), created=2.0)
+    newest = rewrite("newest", rule("", "w"), created=3.0)
+    catalogue = Catalogue(ModelSet(rewrites=(newest, newer, older)))
+    assert catalogue.overruled == {"default/newer": {"b": "default/older"}, "default/newest": {"": "default/newer"}}
+    twice = rewrite("twice", rule("a", "x"), rule("a", "y"))
+    assert Catalogue(ModelSet(rewrites=(twice,))).overruled == {}
+
+
 def test_all_weights_zero_reserves_the_name() -> None:
     catalogue = Catalogue(ModelSet((model("m", Target("a", 0)),)))
     assert "reserved" in refused(catalogue, "m")[1]

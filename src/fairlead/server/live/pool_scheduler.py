@@ -282,7 +282,8 @@ class PoolScheduler:
         self.driver.feed(ModelsChanged(models, rules))
         catalogue = self.pipeline.models
         self.core.host.understanding.define(catalogue)
-        self.watch.on_models(catalogue.known, catalogue.conflicts)
+        overruled = ((loser, used) for loser, older in catalogue.overruled.items() for used in {*older.values()})
+        self.watch.on_models(catalogue.known, [*catalogue.conflicts, *overruled])
         counts = {"models": len(models.models), "objectives": len(models.objectives), "rewrites": len(models.rewrites)}
         log.info("loaded the model definitions", **counts)
 

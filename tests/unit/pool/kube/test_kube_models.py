@@ -190,6 +190,22 @@ async def test_conditions_say_who_has_the_name(kube: FakeKube, followed: Followe
     assert [one.model for one in followed.sets[-1].models] == ["chat"]
 
 
+async def test_a_rewrite_that_decides_nothing_says_which_one_does(
+    kube: FakeKube, followed: Followed, until: Any
+) -> None:
+    kube.put(LLMD, "inferencemodelrewrites", rewrite("older", "llama-3"))
+    kube.put(LLMD, "inferencemodelrewrites", rewrite("newer", "llama-4"))
+
+    def said(name: str) -> str:
+        found = kube.objects[LLMD, "inferencemodelrewrites"][f"default/{name}"].get("status", {}).get("conditions", [])
+        return "".join(one["message"] for one in found if one["type"] == "Accepted")
+
+    await until(lambda: said("older") == "in use")
+    await until(lambda: said("newer") == "in use; the older default/older decides for all other models")
+    kube.drop(LLMD, "inferencemodelrewrites", "older")
+    await until(lambda: said("newer") == "in use")
+
+
 async def test_conditions_of_others_stay_and_ours_is_written_once(
     kube: FakeKube, followed: Followed, until: Any
 ) -> None:
