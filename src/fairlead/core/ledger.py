@@ -334,7 +334,7 @@ class Account(Struct, eq=False):
         return [
             lease
             for lease in self.leases
-            if lease.there_since < (min(self._idle_since, old) if lease.pending else self._idle_since)
+            if lease.there_since < (old if lease.pending else self._idle_since)
         ]
 
     def validate(self) -> None:

@@ -189,6 +189,16 @@ def test_a_lease_charged_while_the_endpoint_was_idle_is_kept() -> None:
     assert idle(account, 4.5, 6.0) == [1]
 
 
+def test_requests_of_which_nothing_was_ever_shown_are_dropped_although_others_came_before() -> None:
+    ledger = books()
+    account = ledger.account(0)
+    charge(ledger, 1, at=0.0)
+    idle(account, 1.0, 4.0)
+    charge(ledger, 1, at=4.2)
+    assert idle(account, 4.5, 34.0) == [1]
+    assert idle(account, 34.5, 35.0) == [1, 2]
+
+
 def test_one_sign_of_life_ends_the_doubt() -> None:
     ledger = books()
     account = ledger.account(0)
