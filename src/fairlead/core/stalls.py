@@ -43,9 +43,9 @@ Once a request is *overdue*, `Route.hedge_after_ms` lets the gateway send it to 
                expected ones), at least `OVERDUE_WHOLE_S`; if that is more than `NEVER_S`, it is never overdue.
                Images and speech are never overdue
 
-Each wasted hedge (the first endpoint answered after all, or did not hang) lengthens these times by a quarter, and each
-other request shortens them again. So at most about one request in fifty is hedged needlessly, even if forecasts are bad
-or the pool is overloaded.
+Each wasted hedge (the first endpoint answered after all, or did not hang) lengthens these times by a quarter, up to
+`MOST` times, and each other request shortens them again. So at most about one request in fifty is hedged needlessly,
+even if forecasts are bad or the pool is overloaded. Requests to suspect endpoints do not wait longer.
 """
 
 from math import ceil, inf
@@ -363,7 +363,8 @@ class Stalls:
         after = overdue_s(lease, lease.request.stream)
         if self.caution > 1.0:
             self.caution = max(self.caution * WORTH_IT, 1.0)
-            after *= self.caution
+            if not self._table.suspicion[lease.slot]:
+                after *= self.caution
         return after * 1e3 if after <= NEVER_S else 0.0
 
     def hedged_in_vain(self) -> None:

@@ -460,6 +460,17 @@ def test_hedges_in_vain_make_the_gateway_wait_longer() -> None:
     assert 4000.0 <= rig.send().hedge_after_ms <= 1.3 * first
 
 
+def test_a_request_to_a_suspect_endpoint_is_not_hedged_later() -> None:
+    rig = Rig()
+    rig.warm(1.0)
+    usual = rig.send().hedge_after_ms
+    rig.fleet.stalls.caution = MOST
+    assert rig.send().hedge_after_ms > 0.9 * usual * MOST
+    for slot in range(2):
+        rig.fleet.table.set_suspicion(slot, SUSPECT)
+    assert rig.send().hedge_after_ms < 1.3 * usual
+
+
 @pytest.mark.parametrize(
     ("api", "may"), [("chat", True), ("embeddings", True), ("conversations", False), ("other", False)]
 )
