@@ -203,10 +203,15 @@ class Fleet:
         self._learn_limit(slot, waiting, running, now)
         # The limit is that of the endpoint's class, so it may have been learned at other endpoints.
         table.max_seqs[slot] = self.predictor.rates.limit(slot)
+        over: list[Lease] = []
         for lease in dropped:
             if lease.auxiliary:
                 self.ledger.release(lease)
-        return [lease for lease in dropped if not lease.auxiliary]
+            elif self.stalls.holds(lease, now):
+                self.ledger.not_shown(lease)
+            else:
+                over.append(lease)
+        return over
 
     def _learn_limit(self, slot: int, waiting: float, running: float, now: float) -> None:
         """Learn from a scrape how many sequences the engine runs at once. What waits there can only wait for a sequence

@@ -72,6 +72,8 @@ class Lease(Struct, eq=False, gc=False):
     mark: tuple[float, float] | None = None
     #: Before its first token.
     pending: bool = True
+    #: Its endpoint seems to hang, and does not show it: see `Ledger.not_shown`.
+    unshown: bool = False
     #: Id of the endpoint that was chosen first and did not answer; empty = the request did not move.
     unreached: str = ""
     #: Clock seconds when its eviction was requested; below 0 = it was not.
@@ -334,7 +336,7 @@ class Account(Struct, eq=False):
         return [
             lease
             for lease in self.leases
-            if lease.there_since < (old if lease.pending else self._idle_since)
+            if lease.there_since < (old if lease.pending or lease.unshown else self._idle_since)
         ]
 
     def validate(self) -> None:
@@ -537,6 +539,13 @@ class Ledger:
             self._started(lease)
         if lease.prefill is not None:
             self._release_prefill(lease.prefill, None)
+
+    def not_shown(self, lease: Lease) -> None:
+        """Record that an endpoint that seems to hang may have a lease that it does not show. It counts as active, and
+        so as lost, but no longer as queued: another request may test the endpoint."""
+        if not lease.unshown:
+            lease.unshown = True
+            self.first_token(lease)
 
     def own_accounting(self, slot: int) -> None:
         """Set the effective columns from our own leases only, because the last scrape is too old."""

@@ -914,7 +914,8 @@ class Pipeline:
                 assert entry.lease.held == (entry.state is not S.ENDING)
                 assert not entry.lease.held or entry not in self._endings.orphans
                 routed = entry.state is S.ROUTED
-                assert entry.lease.pending == routed or entry.lease.blind or entry.state is S.ENDING
+                lease = entry.lease
+                assert lease.pending == routed or lease.blind or lease.unshown or entry.state is S.ENDING
                 leases += entry.lease, entry.lease.prefill
         if self.flow_controller is not None:
             self.flow_controller.validate()

@@ -35,6 +35,9 @@ Theory
 * An endpoint recovers at the first progress. If it has no work left that could show progress, it may get one request
   every `RETRIED_S` as a test (`TRIED`). Until one makes progress, it counts as suspect for everyone who looks; but for
   `FORGOTTEN_S` at most if none comes, because nothing is known then, and an alert would last all night.
+* The page of a suspect endpoint is no proof that it lost a request: the server in front of a hanging engine does not
+  count what the engine has not taken. Such requests keep their leases (`holds`), and while there is one, the endpoint
+  is tested but not forgotten.
 
 Once a request is *overdue*, `Route.hedge_after_ms` lets the gateway send it to the fallback endpoint too:
 
@@ -54,7 +57,7 @@ from msgspec import Struct
 
 from fairlead.core.apis import untimed
 from fairlead.core.endpoint import Sample
-from fairlead.core.ledger import Lease, Ledger
+from fairlead.core.ledger import IDLE_SECONDS, SETTLED, Lease, Ledger
 from fairlead.core.predictor import Predictor
 from fairlead.core.records import StallRecord
 from fairlead.core.table import EndpointTable
@@ -107,6 +110,9 @@ class _Watched(Struct):
     #: The longest recent silence that ended, in seconds, and when it ended.
     pace: float = PACE_S
     paced_at: float = -inf
+    #: The last time that it made progress, or had no work, before it became suspect; and when it last became well.
+    stopped_at: float = -inf
+    recovered_at: float = -inf
     #: While it is suspect or out: since when it has no work that could show progress; inf = it has some.
     empty_since: float = inf
     #: The last time that it was out, or that the gateway stood still. Nothing about its speed is learned from requests
@@ -278,8 +284,22 @@ class Stalls:
             if suspicion >= SUSPECT and empty_s > RETRIED_S:
                 self._judged(slot, TRIED, 0.0, now)
                 self.retried.add(slot)
-            elif suspicion < SUSPECT and empty_s > FORGOTTEN_S:
+            elif suspicion < SUSPECT and empty_s > FORGOTTEN_S and not self._holds_any(slot):
                 self._judged(slot, WELL, 0.0, now)
+
+    def holds(self, lease: Lease, now: float) -> bool:
+        """Whether the endpoint may still have a request that its page has not shown for long: it is suspect, and has
+        made no progress since it got the request (`SETTLED`: pages lag); or it was until a moment ago, so the end of
+        the request may be on its way. Peers report the ends of theirs."""
+        watched = self._watched[lease.slot]
+        if lease.request.id < 0 or not (lease.pending or lease.unshown):
+            return False
+        if self._table.suspicion[lease.slot]:
+            return lease.charged_at > watched.stopped_at - SETTLED
+        return now < watched.recovered_at + IDLE_SECONDS
+
+    def _holds_any(self, slot: int) -> bool:
+        return any(lease.unshown for lease in self._ledger.of_slot(slot))
 
     def _begun(self, slot: int) -> float:
         """Return the clock seconds since which the endpoint has the oldest lease, for a page that shows no requests.
@@ -288,9 +308,10 @@ class Stalls:
 
     def _only_told(self, slot: int) -> bool:
         """Whether only peers reported the endpoint's work, and a later page shows none. A peer that died cannot report
-        the ends of its requests."""
+        the ends of its requests. What the endpoint has not shown for long is no work either: a test tells more."""
         table, leases = self._table, self._ledger.of_slot(slot)
-        newest = max((lease.charged_at if lease.request.id < 0 else inf for lease in leases), default=inf)
+        charges = (lease.charged_at if lease.request.id < 0 or lease.unshown else inf for lease in leases)
+        newest = max(charges, default=inf)
         return bool(table.sampled_at[slot] > newest + SEEN_S and table.waiting[slot] + table.running[slot] <= 0.0)
 
     def silence(self, slot: int, now: float) -> float:
@@ -312,6 +333,8 @@ class Stalls:
         plausible = self._plausible(slot, watched, now)
         level = OUT_OF_USE if silent > OUT * plausible else SUSPECT if silent > plausible else WELL
         if level > known:
+            if not known:
+                watched.stopped_at = watched.since
             self._judged(slot, level, silent, now, plausible)
 
     def _plausible(self, slot: int, watched: _Watched, now: float) -> float:
@@ -350,6 +373,8 @@ class Stalls:
         if OUT_OF_USE in (level, float(table.suspicion[slot])):
             watched.out_until = self._any_out = now
         watched.empty_since = inf
+        if level == WELL:
+            watched.recovered_at = now
         self.retried.discard(slot)
         table.set_suspicion(slot, level)
         self.changes.append(

@@ -1,5 +1,7 @@
 """Endpoints that hang: found in time, spared, found again; and slow ones that are not taken for hanging."""
 
+from collections.abc import Callable
+from itertools import pairwise
 from math import inf
 from random import Random
 from typing import Any
@@ -22,11 +24,23 @@ from fairlead.core.events import (
 )
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Record, Route, SetTimer
-from fairlead.core.records import Forecast, StallRecord
+from fairlead.core.ledger import IDLE_SECONDS, IDLE_SECONDS_PENDING
+from fairlead.core.records import Forecast, OutcomeRecord, StallRecord
 from fairlead.core.reports import SharedFleet
 from fairlead.core.request import Request
 from fairlead.core.scheduler import STALLS_TIMER, Pipeline
-from fairlead.core.stalls import FORGOTTEN_S, LOOK_S, MOST, OUT_OF_USE, SILENT, SUSPECT, WELL, overdue_s
+from fairlead.core.stalls import (
+    FORGOTTEN_S,
+    LOOK_S,
+    MOST,
+    OUT_OF_USE,
+    SILENT,
+    SUSPECT,
+    TRIED,
+    WELL,
+    level_name,
+    overdue_s,
+)
 from fairlead.core.tokens import TokenEstimator
 from fairlead.plugins.filters.availability import Health, HealthParams
 from fairlead.plugins.policies.cost_model import CostModel
@@ -425,6 +439,133 @@ def test_an_endpoint_that_nobody_tests_for_a_minute_is_no_longer_suspect() -> No
         assert rig.clock.time() < begun + 2 * FORGOTTEN_S
     assert rig.clock.time() > begun + FORGOTTEN_S
     assert (rig.told[-1].level, rig.told[-1].silent_s) == ("well", 0.0)
+
+
+# ---- requests that the page does not show ----
+
+
+def idle(rig: Rig) -> None:
+    for _ in range(5):
+        rig.step()
+    assert not rig.running
+
+
+def seconds_until(rig: Rig, happened: Callable[[], bool], limit: float = 150.0) -> float:
+    begun = rig.clock.now
+    while not happened():
+        rig.step()
+        assert rig.clock.now < begun + limit
+    return rig.clock.now - begun
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_request_that_a_hung_engine_has_not_taken_is_kept_and_keeps_it_suspect(stream: bool) -> None:
+    rig = Rig(1)
+    rig.warm()
+    idle(rig)
+    rig.hung.add("e0")
+    rig.send(stream=stream)
+    seconds_until(rig, lambda: rig.suspicion("e0") == OUT_OF_USE, 5.0)
+    for _ in range(1000):
+        rig.step()
+        assert len(rig.fleet.ledger) == 1
+        assert level_name(rig.suspicion("e0")) != "well"
+    rig.hung.clear()
+    rig.step()
+    assert (rig.suspicion("e0"), len(rig.fleet.ledger)) == (WELL, 0)
+
+
+def test_beside_a_request_that_it_has_not_taken_a_hung_engine_is_tested() -> None:
+    rig = Rig()
+    rig.warm()
+    idle(rig)
+    rig.hung = set(rig.names)
+    held = rig.send().endpoint.id
+    rig.hung = {held}
+    met, begun = list[float](), rig.clock.now
+    while rig.clock.now < begun + 120.0:
+        if rig.send().endpoint.id == held:
+            met.append(rig.clock.now - begun)
+        rig.step()
+    assert met[0] < 2.0
+    tests = [at for at in met if at > 5.0]
+    assert 35.0 < tests[0] < 37.0
+    assert all(later - earlier > IDLE_SECONDS_PENDING for earlier, later in pairwise(tests))
+    rig.hung.clear()
+    rig.step()
+    assert (rig.suspicion(held), len(rig.fleet.ledger)) == (WELL, 0)
+
+
+def lose_the_end(rig: Rig) -> None:
+    """Of a new request, which the server ends at once."""
+    rig.send()
+    rig.running.clear()
+
+
+def test_a_lost_end_is_found_by_the_first_request_that_makes_progress() -> None:
+    rig = Rig(1)
+    rig.warm()
+    idle(rig)
+    lose_the_end(rig)
+    seconds_until(rig, lambda: rig.suspicion("e0") == TRIED, 37.0)
+    rig.send(took=SCRAPE)
+    seconds_until(rig, lambda: rig.suspicion("e0") == WELL, 1.0)
+    rig.told.clear()
+    seconds_until(rig, lambda: len(rig.fleet.ledger) == 0, IDLE_SECONDS + 1.0)
+    assert not rig.told
+
+
+def test_a_lost_end_before_the_last_progress_accuses_as_briefly_as_ever() -> None:
+    rig = Rig(1)
+    rig.warm()
+    idle(rig)
+    rig.send(took=4.0)
+    lost = rig.running.pop()
+    rig.send(took=4.0)
+    assert lost not in rig.running
+    seconds_until(rig, lambda: rig.suspicion("e0") == OUT_OF_USE, 12.0)
+    assert len(rig.fleet.ledger) == 1
+    seconds_until(rig, lambda: len(rig.fleet.ledger) == 0, 31.0)
+    seconds_until(rig, lambda: rig.suspicion("e0") == TRIED, 6.0)
+    seconds_until(rig, lambda: rig.suspicion("e0") == WELL, FORGOTTEN_S + 1.0)
+
+
+def test_an_engine_that_restarts_holds_no_request_of_its_time_before() -> None:
+    """Its connections broke, and nobody was told."""
+    rig = Rig(1)
+    rig.warm()
+    idle(rig)
+    rig.hung.add("e0")
+    rig.send()
+    for _ in range(200):
+        rig.step()
+    assert len(rig.fleet.ledger) == 1
+    rig.running.clear()
+    rig.hung.clear()
+    rig.tokens["e0"] = 0.0
+    rig.step()
+    assert rig.suspicion("e0") == WELL
+    rig.told.clear()
+    seconds_until(rig, lambda: len(rig.fleet.ledger) == 0, IDLE_SECONDS + 1.0)
+    assert not rig.told
+
+
+def test_the_end_of_a_request_that_an_engine_held_may_come_late_when_it_goes_on() -> None:
+    """Gateways report ends once a second; the page may show earlier that the engine went on."""
+    rig = Rig(1)
+    rig.warm()
+    idle(rig)
+    rig.hung.add("e0")
+    rig.send(stream=False)
+    for _ in range(200):
+        rig.step()
+    rig.pages["e0"] = replace(rig.pages["e0"], generation_tokens=9e9)
+    for _ in range(10):
+        rig.step()
+    assert (rig.suspicion("e0"), len(rig.fleet.ledger)) == (WELL, 1)
+    (ended,) = (i for i in rig.feed(ResponseEnded(request_id=rig.number, status=200)) if isinstance(i, Record))
+    assert isinstance(ended, OutcomeRecord)
+    assert ended.cause == "natural"
 
 
 # ---- when an answer is overdue ----
