@@ -137,7 +137,7 @@ async def test_a_state_file_that_cannot_be_written_is_named(world: Any, told: To
 @pytest.mark.parametrize(("failed", "found"), [(3, set()), (6, {"scheduler.errors"})])
 async def test_many_requests_that_fail_are_named(world: Any, told: Told, failed: int, found: set[str]) -> None:
     here = [{"id": "127.0.0.1:9", "address": "127.0.0.1:9"}]
-    counts = {"ModelServerError": failed, "Internal": 1, "InferencePoolResourceExhausted": 50}
+    counts = {"ModelServerError": failed, "Internal": 1, "ResourceExhausted": 50}
     metrics = 'llm_d_epp_request_total{model_name="m"} 100\n' + "".join(
         f'llm_d_epp_request_error_total{{model_name="m",error_code="{code}"}} {count}\n'
         for code, count in counts.items()

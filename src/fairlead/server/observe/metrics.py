@@ -50,7 +50,7 @@ MOST_DECLARED = 200
 
 #: The published `error_code` of an answer that failed, and of refusals by HTTP status. Other statuses: `error_code()`.
 _SERVER_ERROR = "ModelServerError"
-_ERROR_CODES = {429: "InferencePoolResourceExhausted", 503: "ServiceUnavailable", 500: "Internal"}
+_ERROR_CODES = {429: "ResourceExhausted", 503: "ServiceUnavailable", 500: "Internal"}
 
 
 _REQUEST_ID, _ENDPOINT, _OVERLOADED = attrgetter("request.id"), attrgetter("endpoint"), attrgetter("overloaded")

@@ -216,7 +216,7 @@ def test_running_never_goes_below_zero(watched: Watched) -> None:
     ("outcome", "status", "code"),
     [
         ("rejected-no-endpoints", 503, "ServiceUnavailable"),
-        ("rejected-saturated", 429, "InferencePoolResourceExhausted"),
+        ("rejected-saturated", 429, "ResourceExhausted"),
         ("rejected-shutting-down", 500, "Internal"),
         ("rejected-other", 404, "BadRequest"),
         ("rejected-context-cancelled", 503, ""),
@@ -245,8 +245,8 @@ def test_a_refused_request(watched: Watched, outcome: str, status: int, code: st
         (0, "stream-lost", None),
         (0, "endpoint-gone", "ModelServerError"),
         (0, "client-disconnect", None),
-        (429, "evicted", "InferencePoolResourceExhausted"),
-        (0, "evicted", "InferencePoolResourceExhausted"),
+        (429, "evicted", "ResourceExhausted"),
+        (0, "evicted", "ResourceExhausted"),
         (0, "expired", None),
     ],
 )
