@@ -23,7 +23,7 @@ from operator import attrgetter, truediv
 from typing import Any, TypeVar
 
 from fairlead import __version__
-from fairlead.core.flow import EVICTED, LEFT
+from fairlead.core.flow import EVICTED, EXPIRED, LEFT, SATURATED, SHUTTING_DOWN
 from fairlead.core.models import MODEL_NOT_FOUND
 from fairlead.core.records import LOST, DecisionRecord, Forecast, OutcomeRecord
 from fairlead.core.request import Request
@@ -51,6 +51,8 @@ MOST_DECLARED = 200
 #: The published `error_code` of an answer that failed, and of refusals by HTTP status. Other statuses: `error_code()`.
 _SERVER_ERROR = "ModelServerError"
 _ERROR_CODES = {429: "ResourceExhausted", 503: "ServiceUnavailable", 500: "Internal"}
+#: Refusals before or without a search for an endpoint. As in the reference picker, they are no failed attempts.
+_UNDECIDED = (SATURATED, EXPIRED, SHUTTING_DOWN, LEFT.reason, MODEL_NOT_FOUND)
 
 
 _REQUEST_ID, _ENDPOINT, _OVERLOADED = attrgetter("request.id"), attrgetter("endpoint"), attrgetter("overloaded")
@@ -413,8 +415,9 @@ class SchedulerMetrics:
         families.rejected.child(record.outcome).value += 1
         if record.outcome != LEFT.reason:  # a client that disconnects is no error
             self._error(bundle, error_code(record.status), record.status)
-        families.attempts.child("failure", bundle.labels[1], "", "", "").value += 1
-        if record.outcome == "rejected-saturated":
+        if record.outcome not in _UNDECIDED:
+            families.attempts.child("failure", bundle.labels[1], "", "", "").value += 1
+        if record.outcome == SATURATED:
             self._overloaded_at = record.at
 
     def _error(self, bundle: _Bundle, code: str, status: int, number: int = 1) -> None:

@@ -202,7 +202,7 @@ class RequestFamilies:
         text = "[ALPHA] Time to decide about a request, by policy."
         show(_LLMD + "plugin_duration_seconds", text, self.plugin)
         show(_EXTENSION + "plugin_duration_seconds", text, self.plugin)
-        text = "[ALPHA] Decisions, by their result and the endpoint."
+        text = "[ALPHA] Decisions, by whether they found an endpoint, and which."
         show(_LLMD + "scheduler_attempts_total", text, self.attempts)
         renamed = {label: label for label in self.attempts.labels} | {"endpoint_name": "pod_name"}
         show(_EXTENSION + "scheduler_attempts_total", text, self.attempts, labels=renamed)

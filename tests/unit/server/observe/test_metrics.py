@@ -231,7 +231,8 @@ def test_a_refused_request(watched: Watched, outcome: str, status: int, code: st
     assert watched.metrics.client_errors + watched.metrics.server_errors == (code != "")
     assert found[f"fairlead_rejected_total{{reason={outcome}}}"] == 1
     failure = "endpoint_name=,namespace=,port=,status=failure,target_model_name=m"
-    assert found[f"llm_d_epp_scheduler_attempts_total{{{failure}}}"] == 1
+    decided = outcome in ("rejected-no-endpoints", "rejected-other")
+    assert found.get(f"llm_d_epp_scheduler_attempts_total{{{failure}}}", 0) == decided
     assert found[f"llm_d_epp_request_running{{{ML}}}"] == 0
     assert found[f"kv_cache_lookup_total{{{M}}}"] == 0
 
