@@ -199,16 +199,16 @@ class Fleet:
             table.kv[slot] = min(_gauge(sample.kv_usage, table.kv[slot]), 1.0)
         if sample.waiting is None and sample.running is None:
             return []
-        dropped = self.ledger.reconcile(slot, started, waiting, running)
+        dropped = self.ledger.reconcile(slot, started, waiting, running, self.stalls.moved_at(slot, now))
         self._learn_limit(slot, waiting, running, now)
         # The limit is that of the endpoint's class, so it may have been learned at other endpoints.
         table.max_seqs[slot] = self.predictor.rates.limit(slot)
         over: list[Lease] = []
         for lease in dropped:
-            if lease.auxiliary:
-                self.ledger.release(lease)
-            elif self.stalls.holds(lease, now):
+            if self.stalls.holds(lease, now):
                 self.ledger.not_shown(lease)
+            elif lease.auxiliary:
+                self.ledger.release(lease)
             else:
                 over.append(lease)
         return over

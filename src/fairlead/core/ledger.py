@@ -300,14 +300,16 @@ class Account(Struct, eq=False):
             self.prefill_since = max(self.prefill_since, started)
         return begun
 
-    def handed_over(self, started: float, seen: float, reserved: Container[Lease]) -> list[Lease]:
+    def handed_over(self, started: float, seen: float, reserved: Container[Lease], moved: float) -> list[Lease]:
         """Return the prefill parts of pairs that the scrape sent at `started` no longer shows: the oldest, as many as
-        it shows fewer requests (`seen`) than were charged, if their forecast TTFT has passed too. Their decoders may
-        need minutes until the first token or the end is seen. `reserved`: leases that were not sent."""
+        it shows fewer requests (`seen`) than were charged, if their forecast TTFT has passed too, and the endpoint has
+        made progress (last at `moved`) since. Their decoders may need minutes until the first token or the end is seen.
+        `reserved`: leases that were not sent."""
         charged = [lease for lease in self.leases if lease.charged_at < started - SHOWN_S and lease not in reserved]
         gone, over = [], sum(lease.sequences for lease in charged) - seen
         for lease in charged:
             computed = lease.auxiliary and lease.charged_at + 1e-3 * lease.forecast.ttft_ms <= started
+            computed = computed and lease.charged_at < moved and not lease.unshown
             own = lease.request.id >= 0  # others' parts end when their scheduler reports it
             if computed and own and lease.sequences <= over:
                 gone.append(lease)
@@ -516,15 +518,15 @@ class Ledger:
                 old.append(lease)
         return old
 
-    def reconcile(self, slot: int, started: float, waiting: float, running: float) -> list[Lease]:
+    def reconcile(self, slot: int, started: float, waiting: float, running: float, moved: float = inf) -> list[Lease]:
         """Set the effective columns from a scrape sent at `started`. Return the leases that the endpoint provably no
-        longer has; they are still charged.
+        longer has; they are still charged. `moved`: clock seconds of its last progress; infinite = not known.
 
         `waiting` and `running` are finite and not negative; `Fleet.sampled` ensures it.
         """
         account = self.account(slot)
         if slot in self.prefilling:
-            for lease in account.handed_over(started, waiting + running, self.reserved):
+            for lease in account.handed_over(started, waiting + running, self.reserved, moved):
                 lease.first_token_at = started
                 self.release(lease)
         dropped = account.reconcile(started, waiting, running)

@@ -438,6 +438,7 @@ class Pipeline:
             lease = fleet.charge_pair(request, slot, pick.prefill_slot, now, hit, expected, pick.handover_ms)
         if self._stalls.retried:
             self._stalls.charged(slot, now)
+            self._stalls.charged(pick.prefill_slot, now)
         if fleet.exact is not None:
             lease.predicted = fleet.exact.sent(request, slot, pick.prefill_slot, now, fleet.unlisted(model, slot))
         if queued_ms:

@@ -362,6 +362,11 @@ class Stalls:
             return False
         return sample.each_step and (sample.generation_tokens, sample.kv_usage) != (None, None)
 
+    def moved_at(self, slot: int, now: float) -> float:
+        """Return the clock seconds of the endpoint's last progress; infinite if its page does not tell."""
+        watched = self._watched[slot]
+        return watched.since if self._speaks(slot, watched, now) else inf
+
     def _pace(self, watched: _Watched, now: float) -> float:
         halves = (now - watched.paced_at) / PACE_HALVES_S
         return max(watched.pace * float(0.5**halves), PACE_S)

@@ -24,7 +24,7 @@ from fairlead.core.events import (
 )
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Record, Route, SetTimer
-from fairlead.core.ledger import IDLE_SECONDS, IDLE_SECONDS_PENDING
+from fairlead.core.ledger import IDLE_SECONDS, IDLE_SECONDS_PENDING, Lease
 from fairlead.core.records import Forecast, OutcomeRecord, StallRecord
 from fairlead.core.reports import SharedFleet
 from fairlead.core.request import Request
@@ -566,6 +566,50 @@ def test_the_end_of_a_request_that_an_engine_held_may_come_late_when_it_goes_on(
     (ended,) = (i for i in rig.feed(ResponseEnded(request_id=rig.number, status=200)) if isinstance(i, Record))
     assert isinstance(ended, OutcomeRecord)
     assert ended.cause == "natural"
+
+
+def test_a_hung_server_that_computes_prompts_is_found_and_not_its_decoder() -> None:
+    """Its page shows no request that it has not taken, as if the prompt were computed and handed over."""
+    fleet = Fleet()
+    names = {"prefill": 0.0, "decode": 0.0}
+    for number, name in enumerate(names):
+        fleet.up(Endpoint(id=name, address=f"10.0.0.{number}:80"))
+    now = 100.0
+
+    def step(**tokens: float) -> None:
+        nonlocal now
+        now += SCRAPE
+        names.update(tokens)
+        for name, counted in names.items():
+            page = Sample(waiting=0.0, running=0.0, kv_usage=0.0, generation_tokens=counted)
+            assert fleet.sampled(name, now - 0.01, now, page) == []
+        fleet.stalls.timed(now)
+        fleet.ledger.validate()
+
+    def send(number: int) -> Lease:
+        request = Request(id=number, arrived=now, prompt_tokens=2000, stream=True)
+        return fleet.charge_pair(request, 1, 0, now, 0, 100.0)
+
+    step()
+    lease = send(1)
+    step(prefill=1.0)
+    for _ in range(2):
+        step()
+    assert lease.prefill is not None
+    assert not lease.prefill.held, "handed over"
+    step(decode=5.0)
+    fleet.first_token(lease, now)
+    fleet.ledger.release(lease)
+    lease = send(2)
+    reached, begun = set[tuple[float, float]](), now
+    while now < begun + 60.0:
+        step()
+        reached.add((float(fleet.table.suspicion[0]), float(fleet.table.suspicion[1])))
+    assert reached == {(WELL, WELL), (SUSPECT, WELL), (OUT_OF_USE, WELL), (TRIED, WELL)}
+    step(prefill=2.0)
+    fleet.first_token(lease, now)
+    fleet.ledger.release(lease)
+    assert (fleet.table.suspicion[0], len(fleet.ledger)) == (WELL, 0)
 
 
 # ---- when an answer is overdue ----
