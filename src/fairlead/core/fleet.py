@@ -36,6 +36,8 @@ EJECT_SECONDS = 3.0
 UNFINISHED = 0.25
 #: Seconds, per endpoint, between two blind leases (`Lease.blind`) from which the engine's speed is learned.
 BLIND_S = 1.0
+#: The gateway's log has durations in whole milliseconds, rounded down.
+LOG_MS = 1.0
 #: Number of completed requests that are remembered, because the gateway may report a refused request late.
 ANSWERED = 512
 #: Labels with one of these words in their name distinguish engines of different speed. Others may be unique to a pod.
@@ -541,17 +543,19 @@ class Fleet:
             self.stalls.moved(lease.slot, now)
         if (lease.mark is not None or lease.request.stream) and not self.stalls.was_out(lease):
             if lease.first_token_at < 0.0:
-                self._unseen(lease, now, completion_tokens, ttft_ms, duration_ms)
-            if lease.first_token_at >= 0.0:
+                held_ms = self._unseen(lease, now, completion_tokens, ttft_ms, duration_ms)
+            else:
                 held_ms = (now - lease.first_token_at) * 1e3
-                tokens = -1 if lease.blind else completion_tokens
-                self.predictor.ended(lease, held_ms, tokens, now)
+                if duration_ms > 0.0:  # by the log, which reports ends late
+                    held_ms = min(held_ms, duration_ms - ttft_ms + LOG_MS)
+            self.predictor.ended(lease, held_ms, -1 if lease.blind else completion_tokens, now)
         if output > 0.0:
             self.prefix.occupy(lease.slot, int(min(output, MOST) * self._budgeted_with))
 
-    def _unseen(self, lease: Lease, now: float, tokens: int, ttft_ms: float, duration_ms: float) -> None:
+    def _unseen(self, lease: Lease, now: float, tokens: int, ttft_ms: float, duration_ms: float) -> float:
         """Learn from a response whose first token was not seen. If it was streamed, the gateway's log tells when the
-        first token came (`ttft_ms`). Otherwise the forecast TTFT is used instead."""
+        first token came (`ttft_ms`). Otherwise the forecast TTFT is used instead. Return the milliseconds from the
+        first token to the end; -1 = unknown."""
         predictor, slot, mark = self.predictor, lease.slot, lease.mark
         complete_ms = (now - lease.charged_at) * 1e3
         if duration_ms > 0.0:
@@ -560,25 +564,25 @@ class Fleet:
         if lease.request.stream:
             took_ms = lease.ttft_ms(ttft_ms) - lease.queued_ms
             if took_ms <= 0.0 or lease.prefill is not None:
-                return
+                return -1.0
             predictor.judge(slot, lease.forecast, took_ms)
             if mark is not None:
                 predictor.logged(lease, took_ms, mark[1], now)
         if lease.prefill is not None:
-            self._pair_ended(lease, lease.prefill, complete_ms, tokens, now)
-            return
+            return self._pair_ended(lease, lease.prefill, complete_ms, tokens, now)
         if mark is not None and tokens > 0:
             blind_ms = self.ledger.blind_ms(slot)
             predictor.complete(lease, lease.uncached_tokens, complete_ms, tokens, mark, blind_ms, now)
         lease.first_token_at = lease.charged_at + took_ms * 1e-3
+        return max(complete_ms - took_ms, LOG_MS)
 
-    def _pair_ended(self, lease: Lease, part: Lease, complete_ms: float, tokens: int, now: float) -> None:
+    def _pair_ended(self, lease: Lease, part: Lease, complete_ms: float, tokens: int, now: float) -> float:
         """Learn from a whole answer of a pair. The time is divided in proportion to what each endpoint was expected to
         take: which of them was slow shows when they are paired with others. If another time of the handover
         (`HANDOVER_MOST`) explains the whole, neither was."""
         predictor, mark = self.predictor, lease.mark
         if mark is None or tokens <= 0 or part.handover_ms < 0.0 or part.forecast.ttft_ms <= 0.0:
-            return
+            return -1.0
         answer_ms = (tokens - 1.0) * lease.forecast.tpot_ms
         both_ms, share = part.forecast.ttft_ms + answer_ms, HANDOVER_SHARE / (1.0 - HANDOVER_SHARE)
         fastest = complete_ms / (both_ms + HANDOVER_MOST * part.handover_ms)
@@ -588,6 +592,7 @@ class Fleet:
         if self._tells_of(part, lease):
             took_ms, load_ms = scale * part.forecast.ttft_ms, predictor.mark(part.slot)[1]
             predictor.logged(part, took_ms, load_ms, now, part.hit_tokens)
+        return scale * answer_ms
 
     def refused(self, lease: Lease) -> None:
         """Take the prompt of a refused request (4xx) back from the learned index, because the server computed nothing.

@@ -356,3 +356,40 @@ def test_engines_that_compute_at_once_are_not_taken_for_a_faster_one() -> None:
         now += 0.1
     assert fleet.predictor.rates.prefill[0] == pytest.approx(1.0, rel=0.1)
     fleet.validate()
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["first token seen", "told by the log"])
+def test_an_end_that_is_reported_late_makes_no_answer_longer(told: bool) -> None:
+    """Two tokens, 20 ms apart; the gateway's log comes up to a second later, in whole milliseconds."""
+    fleet, late = pool(1), pool(1)
+    for number in range(200):
+        for each, lateness in ((fleet, 0.0), (late, 0.1 * (number % 10))):
+            now = 5.0 * number
+            lease = each.charge(sent(number, 100), 0, now, 0, 2.0)
+            if told:
+                each.first_token(lease, now + 0.0504)
+            each.ledger.release(lease)
+            each.completed(lease, now + 0.0704 + lateness, 2, ttft_ms=50.4, duration_ms=70.0)
+    assert late.predictor.hold_ms == pytest.approx(fleet.predictor.hold_ms, abs=1.0)
+    assert forecast(late, 0, 100.0, 100.0, 2000.0).tpot_ms == pytest.approx(20.0, rel=0.15)
+
+
+def test_prompts_that_were_computed_after_an_answer_are_not_part_of_its_time() -> None:
+    """The end of each answer is reported a second late; meanwhile the engine computed other prompts."""
+    fleet, late = pool(1), pool(1)
+    for number in range(100):
+        for each, lateness in ((fleet, 0.0), (late, 1.0)):
+            now = 5.0 * number
+            lease = each.charge(sent(2 * number, 100), 0, now, 0, 20.0)
+            each.first_token(lease, now + 0.05)
+            each.ledger.release(lease)
+            if not lateness:
+                each.completed(lease, now + 0.45, 21, ttft_ms=50.0, duration_ms=450.0)
+            other = each.charge(sent(2 * number + 1, 4000), 0, now + 0.5, 0, 1.0)
+            each.first_token(other, now + 0.9)
+            each.ledger.release(other)
+            if lateness:
+                each.completed(lease, now + 0.45 + lateness, 21, ttft_ms=50.0, duration_ms=450.0)
+    for of in ("prefill", "step"):
+        learned, known = getattr(late.predictor.rates, of)[0], getattr(fleet.predictor.rates, of)[0]
+        assert learned == pytest.approx(known, rel=0.25), of
