@@ -330,7 +330,7 @@ class Predictor:
             (before_ms, load_then), (computed_ms, load_ms) = lease.mark or (0.0, 0.0), self.mark(slot)
             steps = completion_tokens - 1.0
             # The part of the work that was done until the end. The end itself is reported late.
-            work_ms = (computed_ms - before_ms) * min(held_ms / ((now - lease.first_token_at) * 1e3), 1.0)
+            work_ms = (computed_ms - before_ms) * held_ms / max((now - lease.first_token_at) * 1e3, held_ms)
             self.rates.observe(slot, work_ms, steps, 0.5 * (load_then + load_ms), held_ms, now)
             ratio = held_ms / (completion_tokens - 1) / (kappa * model)
             low, high = TPOT_KAPPA
