@@ -23,7 +23,7 @@ from fairlead.core.text import masked
 from fairlead.doctor.http import Answer, Client, Unreached, speaks_tls
 from fairlead.gateway.ports import dialled
 from fairlead.pool.aio import cancelled
-from fairlead.pool.endpoints_file import preferred, resolve_host
+from fairlead.pool.endpoints_file import RESOLVE_TIMEOUT_S, preferred, resolve_host
 from fairlead.pool.model_files import load_tokeniser
 from fairlead.pool.scrape import TokenFile, page_address
 from fairlead.pool.served_models import read_model_list
@@ -305,7 +305,7 @@ class Site:
         if entry.literal:
             return with_page(entry.endpoint, self.config.metrics)
         try:
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(RESOLVE_TIMEOUT_S):
                 address = preferred(await resolve_host(entry.host, entry.port))
         except (TimeoutError, IndexError) as error:
             reason = "no answer" if isinstance(error, TimeoutError) else "no address"

@@ -34,12 +34,14 @@ from fairlead.pool.watched_files import WatchedFiles, read_regular
 #   is used, and kept as long as the name has it: a resolver that rotates its answers must not move the endpoint.
 # * If the first address is `::1`, an IPv4 loopback address of the name is preferred: hosts files list `::1 localhost`,
 #   but model servers listen on `0.0.0.0` or `127.0.0.1` by default. No connection is tried to find out.
-# * A name that cannot be resolved keeps its last address and is tried again after `RETRY_S`.
+# * A name that cannot be resolved keeps its last address and is tried again after `RETRY_S`. A lookup that takes long
+#   goes on, and no other one of its name is begun: its answer counts whenever it comes.
 # * If many endpoints change at once, their events are sent in several turns of the event loop (`Turns`).
 
 RETRY_S = 1.0
-#: A host name is tried for so many seconds; a start waits shorter.
-RESOLVE_TIMEOUT_S, START_S = 5.0, 2.0
+#: A host name that has no answer after so many seconds is reported; a start waits shorter. The C library asks the next
+#: name server after 5 s.
+RESOLVE_TIMEOUT_S, START_S = 6.0, 2.0
 _AT_ONCE = 16
 
 Feed = Callable[[EndpointUp | EndpointDown], object]
@@ -77,6 +79,8 @@ class EndpointSet:
         #: By host name: the current address, and why resolving it fails.
         self._addresses: dict[str, str] = {}
         self._failing: dict[str, str] = {}
+        #: The lookups that run, by host name.
+        self._lookups: dict[str, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
         self._new_names = asyncio.Event()
         #: Ids of endpoints that are up and not listed any more, by address.
@@ -133,7 +137,7 @@ class EndpointSet:
     async def close(self) -> None:
         """Stop resolving. The endpoints stay up."""
         self._turns.close()
-        await cancelled(self._task)
+        await cancelled(self._task, *self._lookups.values())
         self._task = None
 
     @property
@@ -192,25 +196,39 @@ class EndpointSet:
             async with gate:
                 await self._resolve(host, port)
 
-        await asyncio.gather(*(resolve(host, port) for host, port in self._names().items()))
+        slow = self._lookups.keys() & self._failing.keys()  # nothing more waits for these
+        names = [(host, port) for host, port in self._names().items() if host not in slow]
+        await asyncio.gather(*(resolve(host, port) for host, port in names))
         self._take_down()
 
     async def _resolve(self, host: str, port: int) -> None:
+        if host not in self._lookups:
+            self._lookups[host] = asyncio.create_task(self._look_up(host, port))
+        _, pending = await asyncio.wait((self._lookups[host],), timeout=RESOLVE_TIMEOUT_S)
+        if pending:
+            self._failed(host, "no answer")
+
+    async def _look_up(self, host: str, port: int) -> None:
         try:
-            async with asyncio.timeout(RESOLVE_TIMEOUT_S):
-                addresses = await self._resolver(host, port)
+            addresses = await self._resolver(host, port)
             reason = "" if addresses else "it has no address"
-        except TimeoutError:
-            addresses, reason = [], "no answer"
         except (OSError, ValueError) as error:  # ValueError: a name that IDNA cannot encode
-            addresses, reason = [], str(error)
+            addresses, reason = [], str(error) or type(error).__name__
+        finally:
+            del self._lookups[host]
+        if reason:
+            self._failed(host, reason)
+        else:
+            self._succeeded(host, addresses)
+
+    def _failed(self, host: str, reason: str) -> None:
+        if host in self._names() and self._failing.get(host) != reason:
+            self._failing[host] = reason
+            self._report(Problem("", 0, f"cannot resolve {host}: {reason}"))
+
+    def _succeeded(self, host: str, addresses: Sequence[str]) -> None:
         entries = [entry for entry in self._listed.values() if entry.host == host and not entry.literal]
         if not entries:
-            return
-        if reason:
-            if self._failing.get(host) != reason:
-                self._failing[host] = reason
-                self._report(Problem("", 0, f"cannot resolve {host}: {reason}"))
             return
         self._failing.pop(host, None)
         if self._addresses.get(host) not in addresses:

@@ -1,7 +1,9 @@
 """An event loop that waits for no name service. asyncio resolves names in the threads of the default executor: while a
 name service does not answer, these are taken, so no file can be read, and the process waits for them before it ends.
 
-Here each name has a thread of its own that nobody waits for. A name that is asked for again meanwhile shares it.
+Here each name has a thread of its own that nobody waits for. A name that is asked for again meanwhile shares it. An
+answer that comes when all who asked have given up is kept for who asks next: else no answer would ever be in time where
+a name service always takes longer than those who ask wait.
 """
 
 import asyncio
@@ -10,6 +12,9 @@ import threading
 from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
+
+#: An answer that nobody took is kept for so many seconds.
+KEPT_S = 30.0
 
 _T = TypeVar("_T")
 #: Host, port, family, type, protocol and flags of a question, as `socket.getaddrinfo` takes them.
@@ -21,7 +26,7 @@ class Loop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         super().__init__()
-        #: What is being resolved, with the future answer: the addresses, or an error.
+        #: What is being resolved, or was and is still to be taken, with the future answer: the addresses, or an error.
         self._asked: dict[_Asked, asyncio.Future[Any]] = {}
 
     async def getaddrinfo(
@@ -29,14 +34,16 @@ class Loop(asyncio.SelectorEventLoop):
     ) -> Any:
         """As `socket.getaddrinfo`. Raises `OSError` also if no thread can be started."""
         asked = (host, port, family, type, proto, flags)
-        if asked not in self._asked:
+        future = self._asked.get(asked)
+        if future is None:
             thread = threading.Thread(target=self._look_up, args=(asked,), name="name lookup", daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:
                 raise OSError(f"cannot resolve {host}: {error}") from None
-            self._asked[asked] = self.create_future()
-        answer = await asyncio.shield(self._asked[asked])
+            future = self._asked[asked] = self.create_future()
+        answer = await asyncio.shield(future)
+        self._forget(asked, future)
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -48,7 +55,16 @@ class Loop(asyncio.SelectorEventLoop):
         except Exception as error:
             answer = error
         with suppress(RuntimeError):  # the loop is closed
-            self.call_soon_threadsafe(lambda: self._asked.pop(asked).set_result(answer))
+            self.call_soon_threadsafe(self._answered, asked, answer)
+
+    def _answered(self, asked: _Asked, answer: Any) -> None:
+        future = self._asked[asked]
+        future.set_result(answer)
+        self.call_later(0.0 if isinstance(answer, Exception) else KEPT_S, self._forget, asked, future)
+
+    def _forget(self, asked: _Asked, future: asyncio.Future[Any]) -> None:
+        if self._asked.get(asked) is future:
+            del self._asked[asked]
 
 
 def run(work: Coroutine[Any, Any, _T]) -> _T:

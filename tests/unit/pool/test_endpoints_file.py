@@ -430,6 +430,35 @@ async def test_the_start_does_not_wait_for_a_resolver_that_hangs(heard: Heard, m
     assert heard.problems[0] == "cannot resolve host0: no answer"
 
 
+async def test_a_late_answer_counts(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a first name server that is dead, every answer is late."""
+    monkeypatch.setattr(endpoints_file, "RESOLVE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(endpoints_file, "RETRY_S", 0.01)
+    asked: list[str] = []
+    answers: dict[str, asyncio.Future[list[str]]] = {}
+
+    async def resolver(host: str, port: int) -> list[str]:
+        asked.append(host)
+        answers[host] = asyncio.get_running_loop().create_future()
+        return await answers[host]
+
+    known = EndpointSet(heard.feed, heard.report, resolver=resolver)
+    known.apply(listing(("a", "a.example"), ("b", "b.example")))
+    await known.start(within_s=0.05)
+    known.apply(listing(("b", "b.example")))
+    known.apply(listing(("a", "a.example"), ("b", "b.example"), ("c", "c.example")))
+    async with asyncio.timeout(10):
+        while "cannot resolve c.example: no answer" not in heard.problems:
+            await asyncio.sleep(0.01)
+        assert asked == ["a.example", "b.example", "c.example"], "one lookup of a name at a time"
+        for number, host in enumerate(asked[:3]):
+            answers[host].set_result([f"10.0.0.{number}"])
+        await heard.until(lambda: len(heard.events) == 3)
+        assert known.problem == ""
+        await known.close()
+    assert heard.take() == ["up a 10.0.0.0:80", "up b 10.0.0.1:80", "up c 10.0.0.2:80"]
+
+
 async def test_the_real_resolver() -> None:
     assert set(await resolve_host("localhost", 80)) <= {"127.0.0.1", "::1"}
     assert await resolve_host("127.0.0.1", 80) == ["127.0.0.1"]

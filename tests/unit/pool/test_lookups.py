@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fairlead.pool import lookups
 from fairlead.pool.lookups import run
 
 
@@ -73,6 +74,43 @@ def test_who_asks_the_same_shares_the_answer(silent: Silent) -> None:
     assert first == second and first[0][4] == ("10.0.0.1", 80)
     assert isinstance(unknown, socket.gaierror)
     assert sorted(silent.asked) == ["a", "unknown"]
+
+
+async def answered() -> None:
+    """Wait until no lookup runs, and what has come is there."""
+    while any(each.name == "name lookup" for each in threading.enumerate()):
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.01)
+
+
+def test_an_answer_after_all_have_given_up_is_for_who_asks_next(silent: Silent) -> None:
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        await given_up("a")
+        silent.may_answer.set()
+        await answered()
+        assert (await loop.getaddrinfo("a", 80))[0][4] == ("10.0.0.1", 80)
+        assert silent.asked == ["a"]
+        await loop.getaddrinfo("a", 80)
+        assert silent.asked == ["a", "a"], "an answer that was taken is not taken again"
+
+    run(work())
+
+
+@pytest.mark.parametrize(("host", "kept_s"), [("unknown", 30.0), ("a", 0.0)])
+def test_a_late_error_is_not_kept_and_a_late_answer_not_for_long(
+    silent: Silent, monkeypatch: pytest.MonkeyPatch, host: str, kept_s: float
+) -> None:
+    async def work() -> None:
+        await given_up(host)
+        silent.may_answer.set()
+        await answered()
+        with suppress(OSError):
+            await asyncio.get_running_loop().getaddrinfo(host, 80)
+        assert silent.asked == [host, host]
+
+    monkeypatch.setattr(lookups, "KEPT_S", kept_s)
+    run(work())
 
 
 def test_too_many_threads_are_an_error_of_the_name(silent: Silent, monkeypatch: pytest.MonkeyPatch) -> None:
