@@ -9,7 +9,7 @@ Rules
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -129,7 +129,7 @@ class EndpointSet:
     async def start(self, within_s: float = START_S) -> None:
         """Resolve all host names, and keep resolving in the background. Waits for at most `within_s` seconds, and until
         the events of all endpoints so far were sent."""
-        first = asyncio.create_task(self._resolve_all())
+        first = asyncio.create_task(self._resolve_names())
         self._task = asyncio.create_task(self._keep_resolving(first))
         await asyncio.wait((first,), timeout=within_s)
         await self._turns.made()
@@ -178,17 +178,19 @@ class EndpointSet:
 
     async def _keep_resolving(self, first: "asyncio.Task[None]") -> None:
         await first
+        loop = asyncio.get_running_loop()
+        due = loop.time() + self._resolve_s
         while True:
-            if self._new_names.is_set():
-                delay = 0.0
-            elif self._failing:
-                delay = RETRY_S
+            left = max(due - loop.time(), 0.0)
+            await set_within(self._new_names, min(left, RETRY_S) if self._failing else left)
+            if loop.time() < due:
+                await self._resolve_names(known=self._addresses.keys() - self._failing.keys())
             else:
-                delay = self._resolve_s
-            await set_within(self._new_names, delay)
-            await self._resolve_all()
+                await self._resolve_names()
+                due = loop.time() + self._resolve_s
 
-    async def _resolve_all(self) -> None:
+    async def _resolve_names(self, known: Set[str] = frozenset()) -> None:
+        """Resolve all names but those `known`."""
         self._new_names.clear()
         gate = asyncio.Semaphore(_AT_ONCE)
 
@@ -196,8 +198,8 @@ class EndpointSet:
             async with gate:
                 await self._resolve(host, port)
 
-        slow = self._lookups.keys() & self._failing.keys()  # nothing more waits for these
-        names = [(host, port) for host, port in self._names().items() if host not in slow]
+        skipped = known | (self._lookups.keys() & self._failing.keys())  # a lookup that is late is not waited for again
+        names = [(host, port) for host, port in self._names().items() if host not in skipped]
         await asyncio.gather(*(resolve(host, port) for host, port in names))
         self._take_down()
 

@@ -393,6 +393,31 @@ async def test_a_name_that_fails_is_tried_again_and_reported_once(
     await endpoints.close()
 
 
+@pytest.mark.parametrize("resolve_s", [30.0, 0.05])
+async def test_only_names_that_fail_are_tried_often(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch, resolve_s: float
+) -> None:
+    monkeypatch.setattr(endpoints_file, "RETRY_S", 0.01)
+    asked: list[str] = []
+
+    async def resolver(host: str, port: int) -> list[str]:
+        asked.append(host)
+        if host == "gone":
+            raise OSError("Name or service not known")
+        return ["10.0.0.1"]
+
+    endpoints = EndpointSet(heard.feed, heard.report, resolver=resolver, resolve_s=resolve_s)
+    endpoints.apply(listing(("a", "model"), ("b", "gone")))
+    await endpoints.start()
+    async with asyncio.timeout(10):
+        while asked.count("gone") < 20:
+            await asyncio.sleep(0.01)
+        endpoints.apply(listing(("a", "model"), ("b", "gone"), ("c", "other")))
+        await heard.until(lambda: len(heard.events) == 2)
+    assert (asked.count("model") == 1) == (resolve_s == 30.0)
+    await endpoints.close()
+
+
 async def test_a_name_that_left_while_it_was_resolved(heard: Heard) -> None:
     answer: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
 
