@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from socket import gethostname
+from threading import Thread
 
 from fairlead import __version__
 from fairlead.compat.recorded import beside, record
@@ -46,6 +47,7 @@ from fairlead.gateway.driver import Driver, Handlers
 from fairlead.gateway.host import Host
 from fairlead.gateway.session import Inspection
 from fairlead.gateway.understand import Understanding
+from fairlead.pool.aio import set_within
 from fairlead.pool.scrape import Pace, ScrapeOptions, Scraper
 from fairlead.pool.served_models import ServedModels
 from fairlead.server.journal.recorder import RecordedDriver, Recorder, StillClock
@@ -407,10 +409,18 @@ def start_tracing(stack: AsyncExitStack, config: Config, loop: asyncio.AbstractE
         raise ConfigError(why, "$.tracing.endpoint") from None
     tracing = Tracing(provider.get_tracer("fairlead"), settings, Random(), loop.time, TimeOfDay(loop.time))
 
+    sent = asyncio.Event()
+
+    def send_rest() -> None:
+        provider.shutdown()
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(sent.set)
+
     async def close() -> None:
         tracing.close()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.to_thread(provider.shutdown), settings.timeout + _GRACE)
+        # Not `to_thread`, for which the process would wait at its end.
+        Thread(target=send_rest, name="last spans", daemon=True).start()
+        await set_within(sent, settings.timeout + _GRACE)
 
     stack.push_async_callback(close)
     log.info("tracing requests", endpoint=settings.endpoint, sample=settings.sample)

@@ -321,7 +321,7 @@ _CREDENTIALS = (
 def make_provider(
     endpoint: str, service_name: str, timeout_s: float, on_dropped: Callable[[int], object]
 ) -> "TracerProvider":
-    """Make a provider. Its `shutdown()` sends the remaining spans and may take `timeout_s`: call it in a thread.
+    """Make a provider. Its `shutdown()` sends the remaining spans and may take long: call it in a thread.
     `on_dropped` is called in another thread with the number of spans that could not be sent. Raises `ImportError` if
     OpenTelemetry is not installed."""
     import requests
@@ -330,6 +330,8 @@ def make_provider(
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
     from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+
+    from fairlead.server.observe.collector import ShortAnswers
 
     class Exporter(OTLPSpanExporter):
         def export(self, spans: Any) -> SpanExportResult:
@@ -360,7 +362,7 @@ def make_provider(
 
     session = None
     if not any(os.environ.get(variable) for variable in _CREDENTIALS):  # else OpenTelemetry makes the session
-        session = requests.Session()
+        session = ShortAnswers()
         session.hooks["response"].append(refuse_redirect)
     resource = Resource.create({"service.name": service_name, "service.version": __version__})
     # ALWAYS_ON, because `Tracing` decides which requests are traced before spans are made.

@@ -3,13 +3,16 @@
 import asyncio
 import subprocess
 import sys
-from contextlib import AsyncExitStack
+import threading
+import time
+from contextlib import AsyncExitStack, suppress
 
 import pytest
 import requests
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SpanExportResult
 
 from fairlead.compat.load import load
@@ -57,6 +60,72 @@ async def test_spans_that_the_collector_does_not_take_are_counted(
         assert tracing.dropped == dropped, "the end sends what there is"
     lost = [vars(record)["fields"]["problem"] for record in caplog.records if record.message == "spans are lost"]
     assert lost == [f"status {status}"] * dropped, "a line of its own for each reason"
+
+
+LONG = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"
+CHUNKED = b"HTTP/1.1 503 Busy\r\nTransfer-Encoding: chunked\r\n\r\nffff\r\n"
+SHORT = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"
+
+
+class Dripping:
+    """A collector that sends `head`, and further bytes for as long as the client takes them."""
+
+    def __init__(self, head: bytes) -> None:
+        self._head = head
+        self.connections = self.ended = 0
+        self.asked = asyncio.Queue[None]()
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        with suppress(OSError, asyncio.IncompleteReadError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                (length,) = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+                await reader.readexactly(int(length[15:]))
+                self.asked.put_nowait(None)
+                writer.write(self._head)
+                for _ in range(2 if self._head == SHORT else 10_000):
+                    writer.write(b"x")
+                    await writer.drain()
+                    await asyncio.sleep(0.01)
+        writer.close()
+        self.ended += 1
+
+
+@pytest.mark.parametrize(
+    ("head", "connections", "dropped"), [(LONG, 2, 0), (CHUNKED, 2, 2), (SHORT, 1, 0)], ids=["long", "chunked", "short"]
+)
+async def test_an_answer_that_drips_does_not_stop_tracing(head: bytes, connections: int, dropped: int) -> None:
+    """A connection whose answer was read to its end is used again."""
+    collector = Dripping(head)
+    server = await asyncio.start_server(collector, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, asyncio.timeout(20):
+        async with AsyncExitStack() as stack:
+            text = ON.replace("localhost:4318", f"127.0.0.1:{port}").replace("0.5", "1")
+            tracing = start_tracing(stack, config(text), asyncio.get_running_loop())
+            assert tracing is not None
+            for number in range(2):
+                tracing.unread("chat", 400, "invalid", {})
+                await collector.asked.get()
+                while tracing.dropped < min(dropped, number + 1):
+                    await asyncio.sleep(0.01)
+        while collector.ended < collector.connections:
+            await asyncio.sleep(0.01)
+    assert (collector.connections, tracing.dropped) == (connections, dropped)
+
+
+def test_the_end_does_not_wait_for_a_collector_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+    monkeypatch.setattr(TracerProvider, "shutdown", lambda provider: may_end.wait(30))
+
+    async def work() -> None:
+        async with AsyncExitStack() as stack:
+            start_tracing(stack, config(ON), asyncio.get_running_loop())
+
+    began = time.monotonic()
+    asyncio.run(work())
+    assert time.monotonic() - began < 15
+    may_end.set()
 
 
 @pytest.mark.parametrize("error", [requests.HTTPError, requests.ConnectionError])
