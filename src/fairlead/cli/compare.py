@@ -320,10 +320,10 @@ def _unequal(texts: Mapping[str, str]) -> str:
     """A note if the default, which holds requests, is compared with policies that do not, and not with `AT_ONCE`."""
     from fairlead.lab.simulator.run import AT_ONCE, config_from
 
-    others = [name for name, text in texts.items() if config_from(text)[0].flow_control is None]
-    if "default" not in texts or not others or AT_ONCE in texts:
+    at_once = [name for name, text in texts.items() if config_from(text)[0].flow_control is None]
+    if "default" not in texts or not at_once or AT_ONCE in texts:
         return ""
-    shown = ", ".join(others[:_NAMED]) + (" and others" if others[_NAMED:] else "")
+    shown = ", ".join(at_once[:_NAMED]) + (" and others" if at_once[_NAMED:] else "")
     return (
         f"note: default may hold requests in flow control; without it: {shown}. To compare only the choice of "
         f"endpoints, add -p {AT_ONCE}, or `flowControl: {{}}` to a policy's file"

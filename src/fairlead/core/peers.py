@@ -394,7 +394,7 @@ class Peers:
             lease.adapter = charged.adapter
             fleet.ledger.starts(lease)
         if fleet.stalls.retried:
-            fleet.stalls.charged(slot, now)
+            fleet.stalls.charged((slot,), now)
         if number in view.early:
             self._first_token(view, number, now)
 

@@ -115,7 +115,6 @@ class Pipeline:
         refused. `alternatives`: how many a `Route` names. `drawn_from`: slots to draw from if `policy` fails."""
         self._clock, self._rng = clock, rng
         self.fleet, self._stalls, self._stalled = fleet, fleet.stalls, fleet.stalls.changes
-        self._unsaid: Later = []
         self._decide_by(policy, drawn_from)
         #: Parsers read it to estimate prompt tokens; only the pipeline makes it learn.
         self.tokens = tokens
@@ -422,11 +421,10 @@ class Pipeline:
         self, entry: RequestEntry, trigger: type | Trigger, pick: Picked, now: float, queued_ms: float = 0.0
     ) -> list[Instruction]:
         """Charge the request to the picked endpoint. Return the `Route`, the record and what shadows ask for."""
-        request, fleet, slot = entry.request, self.fleet, pick.slot
+        request, fleet, slot, endpoints = entry.request, self.fleet, pick.slot, self.fleet.table.endpoints
         if self._unsaid:
             self._notify(request, slot)
-        endpoints, flow = fleet.table.endpoints, self.flow_controller
-        endpoint = endpoints[slot]
+        endpoint, flow = endpoints[slot], self.flow_controller
         assert endpoint is not None, "policies pick among living endpoints"
         model, hit = request.target or request.model, int(pick.hit_share * request.prompt_tokens)
         expected = request.sequences * self.tokens.estimate_output(model, request.max_tokens, request.api)
@@ -437,8 +435,7 @@ class Pipeline:
         else:
             lease = fleet.charge_pair(request, slot, pick.prefill_slot, now, hit, expected, pick.handover_ms)
         if self._stalls.retried:
-            self._stalls.charged(slot, now)
-            self._stalls.charged(pick.prefill_slot, now)
+            self._stalls.charged((slot, pick.prefill_slot), now)
         if fleet.exact is not None:
             lease.predicted = fleet.exact.sent(request, slot, pick.prefill_slot, now, fleet.unlisted(model, slot))
         if queued_ms:
@@ -491,6 +488,8 @@ class Pipeline:
         self.policy, self._drawn_from = policy, drawn_from
         if isinstance(self.fleet, SharedFleet):
             self.fleet.reports.decide_by(policy.name)
+        #: Picks of which the policy's plugins are not told yet.
+        self._unsaid: Later = []
         if isinstance(policy, Profile):
             policy.notify_later(self._unsaid)
         #: The policy if it is one of Fairlead's profiles, whose picks need no check; else `None`.

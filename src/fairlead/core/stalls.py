@@ -51,6 +51,7 @@ Each wasted hedge (the first endpoint answered after all, or did not hang) lengt
 even if forecasts are bad or the pool is overloaded. Requests to suspect endpoints do not wait longer.
 """
 
+from collections.abc import Iterable
 from math import ceil, inf
 
 from msgspec import Struct
@@ -199,10 +200,10 @@ class Stalls:
         elif now - watched.unseen_since > SEEN_S:
             watched.still = True
 
-    def charged(self, slot: int, now: float) -> None:
-        """Note a request that is sent to a slot. If it tests a slot of `retried`, the slot gets no more requests until
+    def charged(self, slots: Iterable[int], now: float) -> None:
+        """Note a request that is sent to these slots. One of `retried` is tested by it, and gets no more requests until
         it makes progress."""
-        if slot in self.retried:
+        for slot in self.retried.intersection(slots):
             self.retried.discard(slot)
             self._watched[slot].since = now
             self._judged(slot, SUSPECT, 0.0, now)
