@@ -18,6 +18,7 @@ from fairlead.config.registry import Registry
 from fairlead.config.schema import (
     BandSettings,
     BandSpec,
+    Canary,
     Config,
     FlowSettings,
     FlowSpec,
@@ -32,8 +33,10 @@ from fairlead.core.errors import ConfigError, PluginError
 
 def record(config: Config) -> dict[str, Any]:
     """The scheduling part as plain values for msgpack and JSON."""
+    canary = config.canary
     return {
         "policy": _plain(config.policy),
+        "canary": {"policy": canary.policy, "percent": canary.percent} if canary.policy else {},
         "flow_control": _plain(config.flow_control),
         "lease_ttl": config.ledger.lease_ttl,
         "staleness": config.metrics.staleness,
@@ -46,8 +49,8 @@ def beside(config: Config) -> tuple[str, ...]:
     causes = []
     if config.kv_events.enabled:
         causes.append("KV events of the engines counted too, which are not in the journal")
-    if config.scheduler.address or config.canary.percent:
-        causes.append("a scheduler in another process or a canary decided too")
+    if config.scheduler.address or (config.canary.scheduler is not None and config.canary.percent):
+        causes.append("a scheduler in another process decided too")
     return tuple(causes)
 
 
@@ -60,6 +63,7 @@ def restore(recorded: Any) -> Config:
         return base.model_copy(
             update={
                 "policy": _read_policy(recorded["policy"], registry),
+                "canary": Canary.model_validate(recorded.get("canary", {})),
                 "flow_control": None if flow is None else _read_flow(flow, registry),
                 "ledger": base.ledger.model_copy(update={"lease_ttl": float(recorded["lease_ttl"])}),
                 "metrics": base.metrics.model_copy(update={"staleness": float(recorded["staleness"])}),
@@ -70,7 +74,7 @@ def restore(recorded: Any) -> Config:
 
 
 def with_policy(config: Config, source: Config) -> Config:
-    """The recorded configuration with the policy of `source`, and with its flow control if its text mentions that.
+    """The recorded configuration with policy and canary of `source`, and its flow control if its text mentions that.
     Otherwise flow control stays as recorded, unless it was that which the recorded policy implies, or the policy
     cannot be combined with it."""
     flow = source.flow_control
@@ -78,7 +82,7 @@ def with_policy(config: Config, source: Config) -> Config:
         implied = implied_flow_control(config.policy, config)
         if _plain(config.flow_control) != _plain(implied):
             flow = config.flow_control
-    return config.model_copy(update={"policy": source.policy, "flow_control": flow})
+    return config.model_copy(update={"policy": source.policy, "canary": source.canary, "flow_control": flow})
 
 
 def changed(config: Config, setting: str) -> Config:

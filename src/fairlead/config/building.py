@@ -1,6 +1,7 @@
 """Builds pipelines from a configuration: policy, flow control, other schedulers. For server, simulator and replay."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 from random import Random
 from typing import Any, cast
@@ -24,6 +25,7 @@ from fairlead.config.schema import (
     SchedulerSettings,
 )
 from fairlead.core.binding import PairBinder, WaitingRules
+from fairlead.core.canary import Canary, CanaryRules
 from fairlead.core.clock import Clock
 from fairlead.core.errors import ConfigError, PluginError
 from fairlead.core.fleet import Fleet
@@ -33,7 +35,7 @@ from fairlead.core.gates import EarlyShedding, LedgerGate, PoolGate
 from fairlead.core.policy import Filter, Policy
 from fairlead.core.profile import Profile
 from fairlead.core.queues import Queues, Shares
-from fairlead.core.remote import BreakerRules, Canary, RemotePolicy
+from fairlead.core.remote import BreakerRules, RemotePolicy
 from fairlead.core.reports import SharedFleet
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.scheduling import Build, Scheduling
@@ -102,27 +104,27 @@ class SchedulingBuilder:
             base = build_policy(config, self._report, self._registry)
             able = able_by(config, base, self._registry, self._report)
         canary = self._canary_policy(config, last)
-        flow = build_flow_controller(config, base, self._report, self._registry)
-        if flow is not None and last is not None and last.scheduling.flow is not None:
-            flow = last.scheduling.flow
         ttl = config.ledger.lease_ttl
-        built = Scheduling(policy=base, base=base, able=able, flow=flow, lease_ttl=ttl)
+        built = Scheduling(policy=base, base=base, able=able, waiting=able, flow=None, lease_ttl=ttl)
         remotes = {name: self._remote(name, built, config, last) for name in schedulers(config)}
         if last is not None and base is last.scheduling.base and last.config.shadows == config.shadows:
             shadows, on_trial = last.scheduling.shadows, last.scheduling.on_trial
         else:
             shadows, on_trial = self._shadows(config)
+        policy = self._deciding(config, remotes.get(PRIMARY, base), remotes.get(CANARY, canary or base))
+        waiting, of_canary = able, canary_of(config, self._registry)
+        if canary is not None and isinstance(policy, Canary):
+            (own,) = of_canary.values()
+            waiting = CanaryRules(policy, able_by(own, canary, self._registry, self._report), able)
+        flow = build_flow_controller(config, base, self._report, self._registry, waiting)
+        if flow is not None and last is not None and last.scheduling.flow is not None:
+            flow = last.scheduling.flow
         built = structs.replace(
-            built,
-            policy=self._deciding(config, remotes.get(PRIMARY, base), remotes.get(CANARY, canary or base)),
-            remotes=remotes,
-            shadows=shadows,
-            on_trial=on_trial,
+            built, policy=policy, waiting=waiting, flow=flow, remotes=remotes, shadows=shadows, on_trial=on_trial
         )
         self._last = _Built(config, built, canary)
-        if canary is not None:
-            self._keep(canary.name, lambda: build_entry(config.canary.policy, config, registry=self._registry))
-        self._keep(base.name, lambda: build_policy(config, registry=self._registry))
+        for name, each in [*of_canary.items(), (base.name, config)]:
+            self._keep(name, partial(build_policy, each, registry=self._registry))
         return built
 
     def _keep(self, name: str, make: Callable[[], Policy]) -> None:
@@ -158,7 +160,7 @@ class SchedulingBuilder:
         before = last.scheduling.policy if last is not None and last.config.canary == settings else None
         if isinstance(before, Canary) and before.primary is primary and before.canary is canary:
             return before
-        return Canary(primary, canary, settings.percent, self._report)
+        return Canary(primary, canary, settings.percent, self._report, "".join(canary_of(config, self._registry)))
 
     def _remote(self, name: str, built: Scheduling, config: Config, last: _Built | None) -> RemotePolicy:
         settings = schedulers(config)[name]
@@ -186,7 +188,7 @@ def given(policy: Policy) -> Build:
     def build(config: Config) -> Scheduling:
         flow = build_flow_controller(config, policy)
         able, ttl = able_by(config, policy), config.ledger.lease_ttl
-        return Scheduling(policy=policy, base=policy, able=able, flow=flow, lease_ttl=ttl)
+        return Scheduling(policy=policy, base=policy, able=able, waiting=able, flow=flow, lease_ttl=ttl)
 
     return build
 
@@ -236,6 +238,17 @@ def build_entry(
     return build_policy(config.model_copy(update={"policy": named_policy(node, registry)}), on_plugin_error, registry)
 
 
+def canary_of(config: Config, registry: Registry | None = None) -> dict[str, Config]:
+    """The configuration of a canary's policy, by the name under which its decisions are recorded: the primary may be a
+    policy of the same name. Empty if no policy is a canary. Raises the same."""
+    canary = config.canary
+    if not (canary.policy and canary.percent):
+        return {}
+    spec = named_policy(canary.policy, registry or Registry())
+    name = spec.plugin.name if spec.plugin is not None else spec.name
+    return {f"{CANARY}:{name}": config.model_copy(update={"policy": spec})}
+
+
 def named_policy(node: PolicyEntry, registry: Registry) -> PolicySpec:
     """What `build_entry` builds. Raises the same."""
     problems = Problems(lambda place: 0)
@@ -249,9 +262,14 @@ def named_policy(node: PolicyEntry, registry: Registry) -> PolicySpec:
 
 
 def build_flow_controller(
-    config: Config, policy: Policy, on_plugin_error: OnPluginError = None, registry: Registry | None = None
+    config: Config,
+    policy: Policy,
+    on_plugin_error: OnPluginError = None,
+    registry: Registry | None = None,
+    rules: WaitingRules | None = None,
 ) -> FlowController | None:
-    """The flow controller; `None` if flow control is off. Raises `PluginError` if a plugin cannot be built."""
+    """The flow controller; `None` if flow control is off. `rules`: for requests that wait; `None` = the policy's.
+    Raises `PluginError` if a plugin cannot be built."""
     flow = config.flow_control
     if flow is None or not flow.settings.enabled:
         return None
@@ -265,7 +283,7 @@ def build_flow_controller(
     control = FlowControl(
         queues,
         _gate(flow.saturation, registry, on_plugin_error),
-        PairBinder(able_by(config, policy, registry, on_plugin_error)),
+        PairBinder(rules or able_by(config, policy, registry, on_plugin_error)),
         _times(flow),
         window=settings.window,
         shares=Shares({band.settings.priority: band.settings.share for band in flow.bands}),

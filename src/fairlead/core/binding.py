@@ -61,6 +61,8 @@ class Bound(Struct, frozen=True):
     fallback_slot: int = -1
     #: The policy's cost at each endpoint, for explanations; `None` = not recorded.
     trace: Trace | None = None
+    #: As in `Picked`.
+    by: str = ""
 
 
 def memory_ms(terms: Terms, fleet: Fleet) -> FloatColumn:
@@ -132,6 +134,10 @@ class WaitingRules:
         """Tell the policy's plugins which slot a request got that had waited."""
         self._chain.notify(request, slot, fleet, Cycle(Context(now, self._rng, trace=False)))
 
+    def by(self, request: Request) -> str:
+        """The name of the policy whose costs counted for the request in the last choice; empty = the configured one."""
+        return ""
+
     def costs(
         self,
         requests: Sequence[Request],
@@ -142,19 +148,10 @@ class WaitingRules:
         now: float,
     ) -> FloatColumn:
         """Return the costs in milliseconds. All shapes: requests × slots. `shares`: cached shares of the prompts."""
-        policy = self._policy
-        if policy is None or now < self._rests_until:
+        if now < self._rests_until:
             return weighed(terms, self.weights, fleet)
         try:
-            context = Context(now, self._rng, trace=False)
-            if self._own:
-                costs = policy.costs(requests, shares, terms, fleet, context)
-            else:
-                kept = read_only(shares), terms.read_only()
-                costs = guarded(fleet, policy.costs, requests, *kept, fleet, context)
-            costs = checked_column(costs, shares.shape, "costs")
-            if not np.isfinite(costs).all():
-                costs = _only_if_all_are(costs)
+            return self.asked(requests, shares, able, terms, fleet, now)
         except PLUGIN_FAILURES as error:
             failure = PluginError(self._name, described(error))
             if hung(error):
@@ -164,6 +161,29 @@ class WaitingRules:
             if self._report is not None:
                 self._report(failure)
             return weighed(terms, self.weights, fleet)
+
+    def asked(
+        self,
+        requests: Sequence[Request],
+        shares: FloatColumn,
+        able: BoolColumn,
+        terms: Terms,
+        fleet: FleetView,
+        now: float,
+    ) -> FloatColumn:
+        """As `costs`, but raise what the policy raises."""
+        policy = self._policy
+        if policy is None:
+            return weighed(terms, self.weights, fleet)
+        context = Context(now, self._rng, trace=False)
+        if self._own:
+            costs = policy.costs(requests, shares, terms, fleet, context)
+        else:
+            kept = read_only(shares), terms.read_only()
+            costs = guarded(fleet, policy.costs, requests, *kept, fleet, context)
+        costs = checked_column(costs, shares.shape, "costs")
+        if not np.isfinite(costs).all():
+            costs = _only_if_all_are(costs)
         return costs if policy.milliseconds else _in_that_order(costs, able, weighed(terms, self.weights, fleet))
 
 
@@ -453,4 +473,5 @@ class PairBinder:
         )
         here = float(known.share[slot])
         prompt = request.prompt_tokens
-        return Bound(waiting, slot, max(prompt - here * prompt, 1.0), here, top(known.share), runner_up, trace)
+        work = max(prompt - here * prompt, 1.0)
+        return Bound(waiting, slot, work, here, top(known.share), runner_up, trace, self._rules.by(request))

@@ -1,4 +1,4 @@
-"""A scheduler in another process as a policy, with its circuit breaker; and the canary, which gets a share.
+"""A scheduler in another process as a policy, with its circuit breaker.
 
 Rules
 * A request that the scheduler is asked about is parked until the answer, the deadline or the loss of the connection,
@@ -14,12 +14,10 @@ Rules
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from zlib import crc32
 
 from msgspec import Struct, field
 
-from fairlead.core.errors import PLUGIN_FAILURES, PluginError, hung, of_plugin
-from fairlead.core.policy import Able, Answer, Context, Policy, choose_or_raise
+from fairlead.core.policy import Able, Answer, Context, Policy
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
 
@@ -157,64 +155,3 @@ class RemotePolicy(AsksElsewhere):
         pick = self.fallback.choose(request, fleet, context)
         pick.by = pick.by or self.fallback.name
         return pick
-
-
-# A canary: another policy decides a share of the requests.
-#
-# Rules
-# * All requests of a session are decided by the same policy, so that its cached prompts are not lost in the middle of a
-#   conversation. A request without a session is assigned by its number. No randomness is involved, so a replay assigns
-#   requests in the same way.
-# * If a canary or one of its plugins raises, the primary decides that request, and the error is reported. Otherwise
-#   random choices would count as the canary's.
-# * A canary that did not return decides nothing any more, until it is configured differently.
-
-_PARTS = 10_000
-
-
-class Canary(AsksElsewhere):
-    """`canary` decides `percent` of the requests, `primary` the others."""
-
-    def __init__(
-        self,
-        primary: Policy,
-        canary: Policy,
-        percent: float,
-        on_plugin_error: Callable[[PluginError], None] | None = None,
-    ) -> None:
-        self.primary = primary
-        self.canary = canary
-        self._below = round(percent * _PARTS / 100)
-        self._report = on_plugin_error
-        #: Decisions made by each.
-        self.decided = {"primary": 0, "canary": 0}
-
-    @property
-    def name(self) -> str:
-        return self.primary.name
-
-    def takes(self, request: Request) -> bool:
-        """Whether the canary decides the request."""
-        key = request.session or str(request.id)
-        return crc32(key.encode("utf-8", "replace")) % _PARTS < self._below
-
-    def remote_for(self, request: Request) -> RemotePolicy | None:
-        policy = self.canary if self.takes(request) else self.primary
-        return policy.remote_for(request) if isinstance(policy, AsksElsewhere) else None
-
-    def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
-        if self.takes(request):
-            try:
-                pick = choose_or_raise(self.canary, request, fleet, context)
-                pick.by = pick.by or self.canary.name
-                self.decided["canary"] += 1
-                return pick
-            except PLUGIN_FAILURES as error:
-                reported = of_plugin(self.canary.name, error)
-                if hung(error):
-                    self._below = 0
-                    reported = reported.with_note("this canary decides nothing more until its settings change")
-                if self._report is not None:
-                    self._report(reported)
-        self.decided["primary"] += 1
-        return self.primary.choose(request, fleet, context)

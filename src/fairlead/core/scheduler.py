@@ -31,6 +31,7 @@ from msgspec import structs
 from fairlead.core import events as ev
 from fairlead.core.apis import BEGUN_ONCE
 from fairlead.core.binding import Bound
+from fairlead.core.canary import Canary
 from fairlead.core.clock import Clock
 from fairlead.core.errors import PLUGIN_FAILURES, REST_S, ConfigError, PluginError, described, hung, rests_until
 from fairlead.core.fleet import Fleet
@@ -238,6 +239,8 @@ class Pipeline:
                     return asked
             return self._send(entry, arrived, pick or self._choose(self.policy, request, now), now)
         self._unsaid.clear()
+        if pick is not None and isinstance(self.policy, Canary):
+            self.policy.count(pick.by, -1)
         if isinstance(outcome, Refused):
             self._unrouted(entry, arrived)
             return flow.refused(request, outcome, now, entry.client)
@@ -384,7 +387,8 @@ class Pipeline:
         trace = bound.trace
         if self.snapshot is not None and trace is not None:
             trace.snapshot = self.snapshot(self.fleet, now)
-        pick = Picked(bound.slot, hit_share=bound.hit_share, best_share=bound.best_share, by=flow.policy, trace=trace)
+        by = bound.by or flow.policy
+        pick = Picked(bound.slot, hit_share=bound.hit_share, best_share=bound.best_share, by=by, trace=trace)
         pick.fallback_slot = bound.fallback_slot
         if self.parking is not None:
             opened = flow.opened(self.fleet, now)
@@ -392,6 +396,8 @@ class Pipeline:
             asked = self._ask(self.parking, entry, T.DISPATCHED, now, reservation)
             if asked:
                 return asked
+        if isinstance(self.policy, Canary):
+            self.policy.count(bound.by)
         return self._send(entry, T.DISPATCHED, pick, now, (now - waiting.since) * 1e3)
 
     def _unqueued(self, waiting: Waiting) -> RequestEntry:
@@ -490,8 +496,9 @@ class Pipeline:
             self.fleet.reports.decide_by(policy.name)
         #: Picks of which the policy's plugins are not told yet.
         self._unsaid: Later = []
-        if isinstance(policy, Profile):
-            policy.notify_later(self._unsaid)
+        for side in (policy.primary, policy.canary) if isinstance(policy, Canary) else (policy,):
+            if isinstance(side, Profile):
+                side.notify_later(self._unsaid)
         #: The policy if it is one of Fairlead's profiles, whose picks need no check; else `None`.
         self._own_policy = policy if isinstance(policy, Profile) and own(policy) else None
         #: Clock seconds until which it is not called (`errors.rests_until`).
@@ -805,7 +812,7 @@ class Pipeline:
         self.fleet.ledger.ttl = scheduling.lease_ttl
         self._turn(scheduling.flow)
         if self.flow_controller is not None:
-            self.flow_controller.follow(scheduling.base.name, scheduling.able)
+            self.flow_controller.follow(scheduling.base.name, scheduling.waiting)
         parking = Parking() if self.parking is None else self.parking
         parking.remotes = scheduling.remotes
         self.parking = parking if parking.remotes or len(parking) else None

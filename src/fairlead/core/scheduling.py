@@ -19,9 +19,11 @@ class Scheduling(Struct, frozen=True, kw_only=True):
     policy: Policy
     #: The policy of the file itself. Flow control records its decisions under this policy's name.
     base: Policy
-    #: The slots that can serve a request, by the filters of `base`. Flow control follows it, and one of them is drawn
-    #: for a request if `policy` fails.
+    #: The slots that can serve a request, by the filters of `base`. One of them is drawn for a request if `policy`
+    #: fails.
     able: WaitingRules
+    #: The rules that flow control follows: `able`, and those of a canary for its requests.
+    waiting: WaitingRules
     #: `None` = requests never wait.
     flow: FlowController | None
     #: Seconds until a lease expires.

@@ -8,11 +8,12 @@ import pytest
 from fairlead.compat.load import load
 from fairlead.config.building import CANARY, PRIMARY, SchedulingBuilder, build_pipeline, schedulers
 from fairlead.config.schema import Config
+from fairlead.core.canary import Canary
 from fairlead.core.events import EndpointUp, Reconfigured, RemoteUp, RequestArrived
 from fairlead.core.instructions import AdoptConfiguration, AskRemote, RefuseConfiguration, Route
-from fairlead.core.remote import Canary
 from fairlead.core.scheduler import Pipeline
 from fairlead.plugins.pickers import RoundRobin
+from fairlead.plugins.policies.cost_model import CostModel
 from fairlead.testing import SimClock, builders
 
 REMOTE = "scheduler: {address: '127.0.0.1:7', budget: 10ms}\n"
@@ -66,8 +67,8 @@ def test_what_decided_before_can_be_asked_again() -> None:
     text = "policy: {type: default, parameters: {interference: 0}}\ncanary: {policy: least-requests, percent: 9}"
     build(config(text))
     build(config("policy: round-robin"))
-    names = "cost-model", "least-requests", "round-robin", "never-configured"
-    assert [build.fresh(name).name for name in names] == [*names[:3], "round-robin"]
+    names = "cost-model", "canary:least-requests", "round-robin", "never-configured"
+    assert [build.fresh(name).name for name in names] == ["cost-model", "least-requests", *["round-robin"] * 2]
     past: Any = build.fresh("cost-model")
     assert past.weights.interference == 0.0
     assert build.fresh("cost-model") is not past
@@ -149,3 +150,24 @@ def test_a_pipeline_that_was_given_nothing_to_build_with_refuses() -> None:
     plain = Pipeline(SimClock(), Random(1), made.fleet, made.policy, made.tokens)
     assert isinstance(reload(plain, "policy: round-robin\n"), RefuseConfiguration)
     assert plain.policy is made.policy
+
+
+def test_a_canary_of_the_same_type_has_a_name_of_its_own() -> None:
+    build = SchedulingBuilder()
+    same = "policy: cost-model\ncanary: {percent: 9, policy: {type: cost-model, %sparameters: {interference: 7}}}"
+    build(config(same % ""))
+    made: list[Any] = [build.fresh(name) for name in ("cost-model", "canary:cost-model")]
+    assert [policy.weights.interference for policy in made] == [CostModel().weights.interference, 7.0]
+    build(config(same % "name: careful, "))
+    careful: Any = build.fresh("canary:careful")
+    assert careful.weights.interference == 7.0
+
+
+def test_a_canary_follows_into_flow_control_and_out_of_it() -> None:
+    build = SchedulingBuilder()
+    shared = build(config("canary: {policy: lpwl, percent: 9}"))
+    assert shared.waiting is not shared.able
+    alone = build(config(""))
+    assert alone.waiting is alone.able is shared.able
+    far = build(config("canary: {scheduler: {address: 'unix:/run/x'}, percent: 1}"))
+    assert far.waiting is far.able, "it is asked where late binding has chosen"

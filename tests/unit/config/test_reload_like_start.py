@@ -12,10 +12,11 @@ from fairlead.config.building import build_pipeline
 from fairlead.config.reload import meaning, plan_reload
 from fairlead.config.schema import Config
 from fairlead.core import events as ev
+from fairlead.core.canary import Canary
 from fairlead.core.instructions import AdoptConfiguration
 from fairlead.core.policy import Policy
 from fairlead.core.profile import Profile
-from fairlead.core.remote import Canary, RemotePolicy
+from fairlead.core.remote import RemotePolicy
 from fairlead.core.scheduler import Pipeline
 from fairlead.testing import SimClock, builders
 

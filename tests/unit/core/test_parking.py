@@ -10,6 +10,7 @@ from driver_clients import Clients
 from fairlead.compat.load import load
 from fairlead.config.building import build_flow_controller, build_pipeline
 from fairlead.core import parking
+from fairlead.core.canary import Canary
 from fairlead.core.endpoint import ROLE_LABEL, Endpoint
 from fairlead.core.events import (
     EndpointDown,
@@ -26,7 +27,7 @@ from fairlead.core.events import (
 from fairlead.core.flow_control import FlowController
 from fairlead.core.instructions import AskRemote, Route
 from fairlead.core.records import DecisionRecord
-from fairlead.core.remote import REFUSED, BreakerRules, Canary, RemotePolicy
+from fairlead.core.remote import REFUSED, BreakerRules, RemotePolicy
 from fairlead.core.request import Request
 from fairlead.core.scheduler import EXPIRY_PERIOD, Pipeline
 from fairlead.core.tokens import TokenEstimator

@@ -5,12 +5,12 @@ from random import Random
 import numpy as np
 import pytest
 
+from fairlead.core.canary import Canary
 from fairlead.core.columns import FloatColumn
 from fairlead.core.errors import PluginError
 from fairlead.core.fleet import Fleet
 from fairlead.core.policy import Context, Cycle, Filter, Picked, Scorer, Stage, clamped
 from fairlead.core.profile import Profile
-from fairlead.core.remote import Canary
 from fairlead.core.request import Request
 from fairlead.plugins.params import NoParams
 from fairlead.plugins.pickers import RoundRobin

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from fairlead.core.canary import Canary
 from fairlead.core.errors import PluginError
 from fairlead.core.fairness import Strict
 from fairlead.core.flow import Waiting
 from fairlead.core.policy import Context, Picked, clamped
 from fairlead.core.profile import Profile
-from fairlead.core.remote import Canary
 from fairlead.plugins.guarding import GuardedCeiling, GuardedFairness, GuardedOrdering, Measuring, Parsing
 from fairlead.plugins.params import NoParams
 from fairlead.plugins.pickers import RoundRobin

@@ -16,9 +16,10 @@ from msgspec.structs import asdict
 
 from fairlead.apis.tokens import PromptTokeniser
 from fairlead.core.beginnings import Beginnings
+from fairlead.core.canary import Canary
 from fairlead.core.policy import Policy
 from fairlead.core.records import ShadowRecord, ShadowVerdict
-from fairlead.core.remote import STATES, Canary, RemotePolicy
+from fairlead.core.remote import STATES, RemotePolicy
 from fairlead.gateway.envoy.admin import Vitals
 from fairlead.gateway.h2_limits import ByteBudget
 from fairlead.server.journal.recorder import Counts

@@ -1,0 +1,128 @@
+"""A canary: another policy decides a share of the requests.
+
+Rules
+* All requests of a session are decided by the same policy, so that its cached prompts are not lost in the middle of a
+  conversation. A request without a session is assigned by its number and its time: numbers alone begin at 1 in every
+  process, which would all assign alike. No randomness is involved, so a replay assigns requests in the same way.
+* It decides its requests also if they waited (`CanaryRules`).
+* If a canary or one of its plugins raises, the primary decides that request, and the error is reported. Otherwise
+  random choices would count as the canary's.
+* A canary that did not return decides nothing any more, until it is configured differently.
+"""
+
+from collections.abc import Callable, Sequence
+from struct import Struct
+from zlib import crc32
+
+import numpy as np
+
+from fairlead.core.binding import WaitingRules
+from fairlead.core.columns import BoolColumn, FloatColumn
+from fairlead.core.cost import Terms
+from fairlead.core.errors import PLUGIN_FAILURES, PluginError, hung, of_plugin
+from fairlead.core.policy import Answer, Context, Policy, choose_or_raise
+from fairlead.core.remote import AsksElsewhere, RemotePolicy
+from fairlead.core.request import Request
+from fairlead.core.view import FleetView
+
+_PARTS = 10_000
+_number_and_time = Struct("<qd").pack
+
+
+class Canary(AsksElsewhere):
+    """`canary` decides `percent` of the requests, `primary` the others. `label`: the name under which the canary's
+    decisions are recorded, because both may have the same; empty = the canary's own."""
+
+    def __init__(
+        self,
+        primary: Policy,
+        canary: Policy,
+        percent: float,
+        on_plugin_error: Callable[[PluginError], None] | None = None,
+        label: str = "",
+    ) -> None:
+        self.primary = primary
+        self.canary = canary
+        self.label = label or canary.name
+        self._below = round(percent * _PARTS / 100)
+        self._report = on_plugin_error
+        #: Decisions made by each.
+        self.decided = {"primary": 0, "canary": 0}
+
+    @property
+    def name(self) -> str:
+        return self.primary.name
+
+    def takes(self, request: Request) -> bool:
+        """Whether the canary decides the request."""
+        session = request.session
+        key = session.encode("utf-8", "replace") if session else _number_and_time(request.id, request.arrived)
+        return crc32(key) % _PARTS < self._below
+
+    def remote_for(self, request: Request) -> RemotePolicy | None:
+        policy = self.canary if self.takes(request) else self.primary
+        return policy.remote_for(request) if isinstance(policy, AsksElsewhere) else None
+
+    def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
+        if self.takes(request):
+            try:
+                pick = choose_or_raise(self.canary, request, fleet, context)
+                if not (pick.by and isinstance(self.canary, AsksElsewhere)):
+                    pick.by = self.label
+                self.count(pick.by)
+                return pick
+            except PLUGIN_FAILURES as error:
+                self.failed(error)
+        self.count("")
+        return self.primary.choose(request, fleet, context)
+
+    def count(self, by: str, decisions: int = 1) -> None:
+        """Count a decision that is recorded under the name `by`. -1 = one that was made is not carried out."""
+        self.decided["canary" if by == self.label else "primary"] += decisions
+
+    def failed(self, error: BaseException) -> None:
+        """Report that the canary failed. If it did not return, it takes no more requests."""
+        reported = of_plugin(self.canary.name, error)
+        if hung(error):
+            self._below = 0
+            reported = reported.with_note("this canary decides nothing more until its settings change")
+        if self._report is not None:
+            self._report(reported)
+
+
+class CanaryRules(WaitingRules):
+    """The rules of late binding: the canary's `own` for the requests that it takes, those of the `primary` for the
+    others, and for all in a choice in which the canary fails."""
+
+    def __init__(self, canary: Canary, own: WaitingRules, primary: WaitingRules) -> None:
+        self._canary, self._own_rules, self._primary = canary, own, primary
+        #: Whether the canary's costs took part in the last choice.
+        self._counted = False
+
+    def __call__(self, request: Request, fleet: FleetView, now: float) -> BoolColumn | None:
+        return (self._own_rules if self._canary.takes(request) else self._primary)(request, fleet, now)
+
+    def chosen(self, request: Request, slot: int, fleet: FleetView, now: float) -> None:
+        (self._own_rules if self.by(request) else self._primary).chosen(request, slot, fleet, now)
+
+    def by(self, request: Request) -> str:
+        return self._canary.label if self._counted and self._canary.takes(request) else ""
+
+    def costs(
+        self,
+        requests: Sequence[Request],
+        shares: FloatColumn,
+        able: BoolColumn,
+        terms: Terms,
+        fleet: FleetView,
+        now: float,
+    ) -> FloatColumn:
+        costs = self._primary.costs(requests, shares, able, terms, fleet, now)
+        taken, self._counted = np.array([[self._canary.takes(request)] for request in requests]), False
+        if np.count_nonzero(taken):
+            try:
+                costs = np.where(taken, self._own_rules.asked(requests, shares, able, terms, fleet, now), costs)
+                self._counted = True
+            except PLUGIN_FAILURES as error:
+                self._canary.failed(error)
+        return costs
