@@ -53,6 +53,7 @@ from fairlead.config.problems import InvalidConfig, Place, Problem, Report, desc
 from fairlead.config.registry import Registry
 from fairlead.config.schema import (
     SECTIONS,
+    Canary,
     Config,
     EndpointSource,
     FileSource,
@@ -199,7 +200,7 @@ class _Assembly(Struct, eq=False):
             if policy is not None:
                 note_pool(endpoints.static, policy, settings, ("endpoints",), self.report)
         check_choosers(settings.canary, settings.shadows, self.report, self.registry)
-        self._check_splitting(policy, flow_control)
+        self._check_splitting(policy, settings.canary, flow_control)
         if self.thorough:
             beside = (*sources, *parsers, *(flow_control.plugins() if flow_control else ()))
             self._check_made(*(policy.plugins() if policy else ()), *beside)
@@ -262,10 +263,14 @@ class _Assembly(Struct, eq=False):
 
             check_made(named, self.registry, self.report)
 
-    def _check_splitting(self, policy: PolicySpec | None, flow_control: FlowSpec | None) -> None:
-        if flow_control and flow_control.settings.enabled and policy and policy.splits:
+    def _check_splitting(self, policy: PolicySpec | None, canary: Canary, flow_control: FlowSpec | None) -> None:
+        if flow_control is None or not flow_control.settings.enabled:
+            return
+        if policy and policy.splits:
             hint = "take another policy, or leave flowControl out"
             self.report.add((FLOW_CONTROL,), f"requests that wait cannot be split as '{SPLITTING}' does it", hint)
+        if canary.percent and canary.splits:
+            self.report.note(("canary", "policy"), "its requests that wait are not split: leave flowControl out")
 
     def _check_endpoints_file(self, path: str, settings: Settings, policy: PolicySpec | None) -> None:
         if not path:

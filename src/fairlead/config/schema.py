@@ -753,6 +753,12 @@ class Canary(Section):
         _one_of(self.policy, self.scheduler, self.percent > 0)
         return self
 
+    @property
+    def splits(self) -> bool:
+        """As `PolicySpec.splits`, of its policy."""
+        policy = self.policy
+        return (policy if isinstance(policy, str) else policy.get("type")) == SPLITTING
+
 
 class Shadow(Section):
     """Decides copies of the requests. Its answers are only recorded."""
@@ -1072,10 +1078,10 @@ class FlowSpec(Struct, frozen=True, kw_only=True):
 
 def implied_flow_control(policy: PolicySpec | None, given: "Settings") -> FlowSpec | None:
     """Flow control if the file does not mention it; `None` = off. It is on with the default policy and the embedded
-    gateway (another may have short timeouts), unless another process or a canary also decides. It has no limits, so it
-    refuses no request that would be served without it."""
-    plugin = policy.plugin if policy else None
-    elsewhere = given.scheduler.address or given.canary.percent
+    gateway (another may have short timeouts), unless another process also decides, or a canary that splits requests. It
+    has no limits, so it refuses no request that would be served without it."""
+    plugin, canary = policy.plugin if policy else None, given.canary
+    elsewhere = given.scheduler.address or (canary.percent and (canary.scheduler is not None or canary.splits))
     if given.gateway.mode != "embedded" or elsewhere or plugin is None or plugin.type != DEFAULT_POLICY:
         return None
     settings = FlowSettings(ttl=LONGEST_WAIT, no_endpoint_ttl=0.0, limits=QueueLimits(band=QueueLimit()))

@@ -90,7 +90,7 @@ def test_it_is_shown() -> None:
 def test_changes_apply_while_it_runs() -> None:
     plain = load("endpoints: [10.0.0.1:80]")
     changes, refused = plan_reload(plain, load(WHOLE))
-    # Flow control was implied, and is not with a scheduler or a canary.
+    # Flow control was implied, and is not with a scheduler.
     assert refused == []
     assert {path.split(".")[1] for path in changes.paths} == {"scheduler", "canary", "shadows", "flowControl"}
     assert changes.config.scheduler.address == "unix:/run/s.sock"

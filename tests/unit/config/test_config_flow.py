@@ -33,7 +33,17 @@ def request(number: int = 1, **fields) -> Request:
     return Request(id=number, arrived=0.0, prompt_tokens=1000, stream=True, **fields)
 
 
-@pytest.mark.parametrize("text", ["", "flowControl:\n", "policy: default\n", "policy: cost-model\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "flowControl:\n",
+        "policy: default\n",
+        "policy: cost-model\n",
+        "canary: {policy: round-robin, percent: 5}\n",
+        "canary: {policy: prefill-decode, percent: 0}\n",
+    ],
+)
 def test_on_by_default_and_nothing_is_refused_because_of_it(text: str) -> None:
     queues = flow_controller(text).flow.queues
     assert (queues.limits.total, queues.limits.of_band(0)) == (Limit(inf, inf), Limit(inf, inf))
@@ -48,7 +58,9 @@ def test_on_by_default_and_nothing_is_refused_because_of_it(text: str) -> None:
         "scorers: [{type: queue}]\n",
         "gateway: none\n",
         "scheduler: {address: 10.0.0.9:9000}\n",
-        "canary: {policy: round-robin, percent: 5}\n",
+        "canary: {policy: prefill-decode, percent: 5}\n",
+        "canary: {policy: {type: prefill-decode}, percent: 5}\n",
+        "canary: {scheduler: {address: 10.0.0.9:9000}, percent: 5}\n",
     ],
 )
 def test_off_if_said_so_or_where_the_default_does_not_decide_alone(text: str) -> None:

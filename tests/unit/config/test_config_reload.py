@@ -199,6 +199,8 @@ def test_implied_flow_control_follows_the_file() -> None:
         assert (set(changes.paths), changes.config.flow_control) == (set(paths), None)
         back, _ = plan_reload(changes.config, begun, begun)
         assert (set(back.paths), back.config.flow_control) == (set(paths), begun.flow_control)
+    changes, _ = plan_reload(begun, load(f"{default}\ncanary: {{percent: 5, policy: round-robin}}"))
+    assert set(changes.paths) == {"$.canary.policy", "$.canary.percent"}
     changes, _ = plan_reload(load(splits), load(default))
     assert changes.config.flow_control == begun.flow_control
     for before, after in ((default, f"{default}\ngateway: none"), (f"{default}\ngateway: none", default)):
