@@ -67,6 +67,12 @@ def test_off_if_said_so_or_where_the_default_does_not_decide_alone(text: str) ->
     assert flow_controller(text) is None
 
 
+def test_that_a_canary_which_splits_does_not_decide_for_those_that_wait_is_said() -> None:
+    text = "flowControl: {}\ncanary: {policy: prefill-decode, percent: 5}\n" + ONE
+    said = [note for note in load(text).notes if "not split" in note.message]
+    assert [note.path for note in said] == ["$.canary.policy"]
+
+
 def test_a_reload_turns_it_off() -> None:
     changes, refused = plan_reload(load(ONE), load("flowControl: {enabled: false}\n" + ONE))
     assert (changes.paths, refused) == (("$.flowControl",), [])

@@ -81,7 +81,7 @@ def test_a_canary_that_fails_leaves_the_choice_to_the_primary(error: BaseExcepti
 def test_the_filters_are_those_of_the_side_that_decides() -> None:
     class Only(WaitingRules):
         def __init__(self, slot: int) -> None:
-            super().__init__(Prefers(slot), Prefers(slot))  # type: ignore[arg-type]
+            super().__init__(Prefers(slot), Prefers(slot))
             self.slot = slot
 
         def __call__(self, request: Any, fleet: Any, now: float) -> Any:

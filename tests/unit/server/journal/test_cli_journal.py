@@ -353,3 +353,14 @@ def test_plan_from_a_journal(recorded: Any, tmp_path: Path) -> None:
     slower = json.loads(call("plan", "--live", recorded.path, "--engine", "llama-70b-h100-tp4", *out).stdout)
     more = json.loads(call("plan", "--live", recorded.path, "--traffic", "3x", *out).stdout)
     assert max(slower["replicas"], more["replicas"]) > now["replicas"]
+
+
+def test_a_canarys_decisions_are_explained_by_its_own_parameters(record_run: Any, tmp_path: Path) -> None:
+    canary = "canary: {policy: {type: cost-model, parameters: {interference: 9}}, percent: 50}"
+    made = record_run(tmp_path, canary, rate=25.0, seconds=2.0)
+    seen = set()
+    for record in [one for one in made.decisions if isinstance(one, DecisionRecord)][::4]:
+        explained = json.loads(call("explain", record.request.id, tmp_path, "--json").output)
+        assert explained["explanation"]["reproduced"], explained
+        seen.add(explained["policy"])
+    assert seen == {"cost-model", "canary:cost-model"}

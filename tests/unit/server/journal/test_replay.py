@@ -382,6 +382,12 @@ def test_another_policy_keeps_the_recorded_flow_control(before: str, other: str,
     assert (None if flow is None else flow.settings.ttl if flow.settings.enabled else "off") == ttl
 
 
+def test_another_policy_has_no_canary_of_the_recorded_one() -> None:
+    recorded = restore(record(load("canary: {policy: lpwl, percent: 5}", need_endpoints=False)))
+    assert (recorded.canary.policy, recorded.canary.percent) == ("lpwl", 5.0)
+    assert not with_policy(recorded, load("policy: round-robin", need_endpoints=False)).canary.policy
+
+
 def test_round_robin_does_not_choose_by_chance(recorded: Any) -> None:
     other = compare(one_run(recorded.path), lambda config: load("policy: round-robin", need_endpoints=False))
     assert other.reasons["policy"] > other.reasons["chance"]
