@@ -427,15 +427,15 @@ class Pipeline:
         self, entry: RequestEntry, trigger: type | Trigger, pick: Picked, now: float, queued_ms: float = 0.0
     ) -> list[Instruction]:
         """Charge the request to the picked endpoint. Return the `Route`, the record and what shadows ask for."""
-        request, fleet, slot, endpoints = entry.request, self.fleet, pick.slot, self.fleet.table.endpoints
+        request, fleet, slot = entry.request, self.fleet, pick.slot
         if self._unsaid:
             self._notify(request, slot)
-        endpoint, flow = endpoints[slot], self.flow_controller
+        endpoint, flow = fleet.table.endpoints[slot], self.flow_controller
         assert endpoint is not None, "policies pick among living endpoints"
         model, hit = request.target or request.model, int(pick.hit_share * request.prompt_tokens)
         expected = request.sequences * self.tokens.estimate_output(model, request.max_tokens, request.api)
         shown = self.shadows.take(request, pick, fleet, now, expected) if self.shadows is not None else []
-        prefill = endpoints[pick.prefill_slot] if pick.prefill_slot >= 0 else None
+        prefill = fleet.table.endpoints[pick.prefill_slot] if pick.prefill_slot >= 0 else None
         if prefill is None:
             lease = fleet.charge(request, slot, now, hit, expected)
         else:
@@ -453,7 +453,7 @@ class Pipeline:
         fallback_slot = pick.fallback_slot  # `runner_up` returns it too: this saves the call
         if fallback_slot < 0 or fallback_slot == slot or prefill is not None:
             fallback_slot = runner_up(pick, fleet.table)
-        fallback = endpoints[fallback_slot] if fallback_slot >= 0 else None
+        fallback = fleet.table.endpoints[fallback_slot] if fallback_slot >= 0 else None
         route = Route(
             request.id,
             endpoint,
