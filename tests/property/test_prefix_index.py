@@ -28,6 +28,8 @@ class Naive:
 
     def __init__(self) -> None:
         self.slots: dict[int, OrderedDict[int, int]] = {}
+        #: Those of slots whose endpoint left and may come back.
+        self.aside: dict[int, OrderedDict[int, int]] = {}
         self.capacity: dict[int, int] = {}
         self.parent: dict[int, int] = {}
 
@@ -87,6 +89,7 @@ class IndexMachine(RuleBasedStateMachine):
     def add_slot(self, slot: int, capacity: int) -> None:
         if not self.known(slot):
             self.index.add_slot(slot, capacity)
+            self.model.aside.pop(slot, None)
             self.model.slots[slot] = OrderedDict()
             self.model.capacity[slot] = capacity
 
@@ -95,6 +98,26 @@ class IndexMachine(RuleBasedStateMachine):
         if self.known(slot):
             self.index.drop_slot(slot)
             del self.model.slots[slot], self.model.capacity[slot]
+
+    @rule(slot=slots)
+    def set_aside(self, slot: int) -> None:
+        if self.known(slot):
+            self.index.set_aside(slot)
+            self.model.aside[slot] = self.model.slots.pop(slot)
+            del self.model.capacity[slot]
+
+    @rule(slot=slots, capacity=st.sampled_from([0, 20, 40, 80]))
+    def bring_back(self, slot: int, capacity: int) -> None:
+        if not self.known(slot):
+            self.index.bring_back(slot, capacity)
+            self.model.slots[slot] = self.model.aside.pop(slot, OrderedDict())
+            self.model.capacity[slot] = capacity
+            self.model.trim(slot)
+
+    @rule(slot=slots)
+    def forget(self, slot: int) -> None:
+        self.index.forget(slot)
+        self.model.aside.pop(slot, None)
 
     @rule(slot=slots)
     def clear(self, slot: int) -> None:

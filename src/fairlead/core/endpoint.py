@@ -40,6 +40,8 @@ class Endpoint(Struct, frozen=True):
     metrics_url: str = ""
     #: Its place among the endpoints of its pod, which has one per port: the data-parallel rank.
     rank: int = 0
+    #: The uid of its pod; empty = it is no pod's.
+    uid: str = ""
 
     @property
     def role(self) -> str:

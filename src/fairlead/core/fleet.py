@@ -7,6 +7,7 @@ from math import inf, log2
 from typing import cast
 
 import numpy as np
+from msgspec import Struct
 
 from fairlead.core.adapters import Adapters, Cold
 from fairlead.core.apis import PROMPT_LISTS
@@ -45,10 +46,20 @@ LOOKS = ("model", "role", "gpu", "accelerator", "hardware", "instance-type", "en
 #: Requests wait for a sequence slot where less than this share of an engine's time goes into prompts, while at least
 #: this share of those that run have their first token.
 PROMPTS, ANSWERING = 0.5, 0.75
+#: What was learned of an endpoint that leaves is kept for so many seconds after its last scrape.
+KEPT_S = 300.0
 #: More requests or tokens than any endpoint really has. Higher readings are cut to it, so that sums stay exact.
 MOST = 1e9
 #: Upper bound of one lease's prefill work, in microseconds. Thousands of them still add up without rounding.
 MOST_WORK = 1e12
+
+
+class Left(Struct, frozen=True):
+    """An endpoint that left, and what was learned of it at clock seconds `taken_at`."""
+
+    endpoint: Endpoint
+    learned: EndpointLearned
+    taken_at: float
 
 
 class Fleet:
@@ -84,6 +95,8 @@ class Fleet:
         self.bytes_per_token = self._budgeted_with = BYTES_PER_TOKEN
         #: By slot: state restored for an endpoint that has not been scraped since, and the clock seconds of its saving.
         self._recalled: dict[int, tuple[EndpointLearned, float]] = {}
+        #: By slot: the endpoint that left it, whose prefixes are set aside.
+        self._left: dict[int, Left] = {}
         #: By slot the share of its time that the engine spends on prompts.
         self._prompts = defaultdict[int, PrefillShare](PrefillShare)
         #: By slot: how many parts of its prefixes were restored, and the oldest block among them.
@@ -102,11 +115,10 @@ class Fleet:
         `listing`: the list of models of a new endpoint is about to be read."""
         slot = self.table.slot(endpoint.id)
         if slot is None:
-            slot = self.table.add(endpoint)
+            slot = self._join(endpoint)
             self.table.set_based(slot, NOT_READ if listing else NOT_LISTED)
             self.table.set_distance(slot, self.topology.ms(endpoint.labels))
-            self.prefix.add_slot(slot)
-            self.table.free_cache[slot] = 1.0
+            self.table.free_cache[slot] = self.prefix.free(slot)
             if self.exact is not None:
                 self.exact.add_slot(slot)
             self._looks_like(slot)
@@ -121,6 +133,19 @@ class Fleet:
         self.table.set_distance(slot, self.topology.ms(endpoint.labels))
         self._looks_like(slot)
         return []
+
+    def _join(self, endpoint: Endpoint) -> int:
+        """Give a new endpoint a slot. If the same one left shortly before, as when its readiness probe failed, it gets
+        back what was learned of it; its first scrape shows whether its engine is the same."""
+        before = [slot for slot, left in self._left.items() if _identity(endpoint) == _identity(left.endpoint)]
+        slot = self.table.add(endpoint, *before[:1])
+        left = self._left.pop(slot, None)
+        if left is None or slot not in before:
+            self.prefix.add_slot(slot)
+        else:
+            self.prefix.bring_back(slot, left.learned.capacity)
+            self._recalled[slot] = left.learned, left.taken_at
+        return slot
 
     def _looks_like(self, slot: int, restarted: bool = False) -> None:
         """Assign the endpoint to the class of engines that look alike, which share what is learned about speed. If its
@@ -146,17 +171,35 @@ class Fleet:
         if slot in self._avoided:
             self.avoid(slot, -inf)
             del self._avoided[slot]
-        self.prefix.drop_slot(slot)
+        self._set_aside(slot)
         if self.exact is not None:
             self.exact.drop_slot(slot)
         self.table.remove(slot)
         del self._looks[slot]
-        self._recalled.pop(slot, None)
         self._prompts.pop(slot, None)
         self._extending.pop(slot, None)
         self._broken_off.pop(slot, None)
         self._answered.clear()
         return [lease for lease in leases if not lease.auxiliary]
+
+    def _set_aside(self, slot: int) -> None:
+        """Keep what was learned of an endpoint that leaves, if there is a scrape to compare a later one with."""
+        endpoint, sampled_at = self.table.endpoints[slot], float(self.table.sampled_at[slot])
+        assert endpoint is not None
+        recalled = self._recalled.pop(slot, None)
+        if recalled is None and sampled_at == -inf:
+            self.prefix.drop_slot(slot)
+            return
+        learned, taken_at = recalled or (self.taken(slot, sampled_at), sampled_at)
+        self._left[slot] = Left(endpoint, learned, taken_at)
+        self.prefix.set_aside(slot)
+
+    def _forget_left(self, now: float) -> None:
+        """Forget the endpoint that left first, if that is long ago."""
+        slot, left = next(iter(self._left.items()))
+        if now - left.taken_at > KEPT_S:
+            del self._left[slot]
+            self.prefix.forget(slot)
 
     def sampled(self, endpoint_id: str, started: float, now: float, sample: Sample) -> list[Lease]:
         """Apply a scrape that was sent at `started` and arrived at `now`. Return leases that the endpoint provably no
@@ -166,6 +209,8 @@ class Fleet:
         if slot is None:
             return []
         table.stale.add(slot)
+        if self._left:
+            self._forget_left(now)
         before = table.samples[slot]
         self.stalls.sampled(slot, before, sample, now)
         table.sampled(slot, sample)
@@ -191,8 +236,8 @@ class Fleet:
             or before.num_blocks != sample.num_blocks
         ):
             self._looks_like(slot, restarted)
-        if slot in self._recalled:
-            self._confirm(slot, *self._recalled.pop(slot), sample, now)
+        if slot in self._recalled and not self._confirm(slot, *self._recalled.pop(slot), sample, now):
+            self.cold.append(endpoint_id)
         ran = table.running[slot]
         table.waiting[slot] = waiting = _gauge(sample.waiting, table.waiting[slot])
         table.running[slot] = running = _gauge(sample.running, ran)
@@ -666,19 +711,21 @@ class Fleet:
             else:
                 self._confirm(slot, part, now - age_s, sample, now)
 
-    def _confirm(self, slot: int, part: EndpointLearned, taken_at: float, sample: Sample, now: float) -> None:
-        """Compare a restored endpoint with its first scrape since. If the engine restarted, forget its cache. Otherwise
-        restore its speed, if its class is the same, and count the tokens computed since `taken_at` as cached."""
+    def _confirm(self, slot: int, part: EndpointLearned, taken_at: float, sample: Sample, now: float) -> bool:
+        """Compare a restored endpoint with its first scrape since. If the engine restarted, forget its cache and return
+        False. Otherwise restore its speed, if its class is the same, and count the tokens computed since `taken_at` as
+        cached."""
         before = part.sample
         if before is not None and (_restarted(before, sample) or sample.started != before.started):
             self._extending.pop(slot, None)
             self._emptied(slot)
-            return
+            return False
         if part.look == self._looks[slot]:
             self.predictor.restore_own(slot, part.own, now - taken_at, now)
         unseen = _computed(sample) - _computed(before) if before is not None else 0.0
         if unseen > 0.0:
             self.prefix.occupy(slot, int(min(unseen, MOST) * self._budgeted_with))
+        return True
 
     def _emptied(self, slot: int) -> None:
         """Forget the cached prefixes of an engine that restarted."""
@@ -744,6 +791,10 @@ def _shared(hashes: Sequence[int], theirs: Sequence[int], depth: int) -> int:
     while depth < most and hashes[depth] == theirs[depth]:
         depth += 1
     return depth
+
+
+def _identity(endpoint: Endpoint) -> tuple[str, str, str]:
+    return endpoint.id, endpoint.address, endpoint.uid
 
 
 def _marks(request: Request) -> set[str | int]:

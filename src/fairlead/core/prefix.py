@@ -14,6 +14,8 @@ Rules
 * No operation delays a decision. Blocks are spread over many dicts: a single dict of 1.4 million takes 280 ms to grow
   or to be compacted, one of the parts less than 1 ms. Removing 32,000 blocks at once takes 8 ms, so the blocks of an
   endpoint that left are masked at once and removed in small steps, or all at once if its slot is reused soon.
+* An endpoint may come back, so its blocks are first set aside: they match nothing, and go before all others when memory
+  is short.
 """
 
 from bisect import bisect_left, bisect_right
@@ -92,8 +94,10 @@ class PrefixIndex:
         self._holders: list[dict[int, int]] = [defaultdict(int) for _ in range(_PARTS)]
         #: By slot: block hash → bytes, the least recently used first.
         self._lru: dict[int, OrderedDict[int, int]] = {}
-        #: Bit mask of the slots in `_lru`; and the blocks of departed endpoints that are still to be removed.
+        #: Bit mask of the slots in `_lru`; and the blocks of departed endpoints that are set aside, and that are still
+        #: to be removed.
         self._there = 0
+        self._aside: dict[int, OrderedDict[int, int]] = {}
         self._leaving: dict[int, OrderedDict[int, int]] = {}
         #: By slot: bytes that can be added before older blocks are evicted; and all bytes.
         self._free: dict[int, int] = {}
@@ -106,9 +110,10 @@ class PrefixIndex:
     @property
     def entries(self) -> int:
         """The number of known block copies, over all endpoints in the pool."""
-        return self._entries - sum(map(len, self._leaving.values()))
+        return self._entries - sum(map(len, (*self._leaving.values(), *self._aside.values())))
 
     def add_slot(self, slot: int, capacity: int = DEFAULT_CAPACITY) -> None:
+        self.forget(slot)
         while slot in self._leaving:
             self._sweep()
         self._lru[slot] = OrderedDict()
@@ -116,9 +121,28 @@ class PrefixIndex:
         self._free[slot] = self._capacity[slot] = capacity
 
     def drop_slot(self, slot: int) -> None:
-        self._leaving[slot] = self._lru.pop(slot)
+        self.set_aside(slot)
+        self.forget(slot)
+
+    def set_aside(self, slot: int) -> None:
+        """The endpoint left. Its blocks are kept until `bring_back`, `forget` or `add_slot`, if memory allows."""
+        self._aside[slot] = self._lru.pop(slot)
         self._there &= ~(1 << slot)
         del self._free[slot], self._capacity[slot]
+
+    def forget(self, slot: int) -> None:
+        """Begin to remove the blocks that were set aside, if there are any."""
+        if slot in self._aside:
+            self._leaving[slot] = self._aside.pop(slot)
+
+    def bring_back(self, slot: int, capacity: int) -> None:
+        """The endpoint that left this slot is there again. It has what is left of the blocks that were set aside."""
+        blocks = self._aside.pop(slot, None)
+        self.add_slot(slot, capacity)
+        if blocks is not None:
+            self._lru[slot] = blocks
+            self._free[slot] -= sum(blocks.values())
+            self._trim(slot)
 
     def set_capacity(self, slot: int, capacity: int) -> None:
         """Set how many bytes of prompt text the endpoint's KV cache holds. Evict blocks if it shrinks."""
@@ -321,7 +345,9 @@ class PrefixIndex:
 
         The search for the latter is O(endpoints), so it is not done for every block.
         """
-        while self._leaving and self._entries > self._max_entries:
+        while (self._leaving or self._aside) and self._entries > self._max_entries:
+            if not self._leaving:
+                self.forget(next(iter(self._aside)))
             self._sweep()
         share = self._max_entries // len(self._lru)
         loser = newest
@@ -345,9 +371,9 @@ class PrefixIndex:
 
     def validate(self) -> None:
         """Raise `AssertionError` when the two directions of the index disagree or a bound is broken."""
-        held = [*self._lru.items(), *self._leaving.items()]
+        held = [*self._lru.items(), *self._aside.items(), *self._leaving.items()]
         assert self._entries == sum(len(lru) for _, lru in held) <= self._max_entries
-        assert self._there == sum(1 << slot for slot in self._lru) and not self._lru.keys() & self._leaving.keys()
+        assert self._there == sum(1 << slot for slot in self._lru) and len({slot for slot, _ in held}) == len(held)
         marks: dict[int, int] = {}
         for slot, lru in self._lru.items():
             assert self._free[slot] == self._capacity[slot] - sum(lru.values())

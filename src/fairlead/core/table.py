@@ -12,7 +12,7 @@ Rules
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import inf, nan
 from typing import Any, TypeVar
 
@@ -176,8 +176,14 @@ class EndpointTable:
         """Return the number of pods that the endpoints in these slots belong to."""
         return len({endpoint.pod for slot, endpoint in self.slots() if among[slot]})
 
-    def add(self, endpoint: Endpoint) -> int:
-        slot = heappop(self._free) if self._free else self._grow()
+    def add(self, endpoint: Endpoint, before: int | None = None) -> int:
+        """`before`: the slot that it had before; it gets that one if nothing else is there."""
+        if before in self._free:
+            slot = before
+            self._free.remove(slot)
+            heapify(self._free)
+        else:
+            slot = heappop(self._free) if self._free else self._grow()
         self._slots[endpoint.id] = slot
         self.count += 1
         self._put(slot, endpoint)

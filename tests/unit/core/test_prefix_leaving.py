@@ -73,6 +73,22 @@ def test_who_left_gives_way_before_anybody_else() -> None:
     assert index.match(chain(1, LONG), 3) is not None and index.entries == 2 * LONG
 
 
+def test_who_was_set_aside_gives_way_before_anybody_in_the_pool() -> None:
+    index = PrefixIndex(max_entries=2 * LONG)
+    for slot in (0, 1, 2):
+        index.add_slot(slot)
+    index.insert(0, chain(1, LONG))
+    index.insert(1, chain(2, LONG))
+    index.set_aside(1)
+    assert index.entries == LONG
+    index.insert(2, chain(3, LONG // 2))
+    index.validate()
+    assert matches(index, chain(1, LONG)) == {0: 10 * LONG}
+    index.bring_back(1, 1 << 20)
+    index.validate()
+    assert index.match(chain(2, LONG), 3) is None, "what is being removed does not come back"
+
+
 def test_blocks_are_spread_evenly() -> None:
     index = PrefixIndex()
     index.add_slot(0, 1 << 40)

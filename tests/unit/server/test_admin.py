@@ -105,7 +105,7 @@ async def test_endpoints(visitor: Visitor) -> None:
     page = await visitor.get("/debug/endpoints")
     assert page.kind == "application/json"
     assert page.text == (
-        '{"endpoints":[{"id":"a","address":"10.0.0.1:80","labels":{"zone":"x"},"metrics_url":"","rank":0}]}\n'
+        '{"endpoints":[{"id":"a","address":"10.0.0.1:80","labels":{"zone":"x"},"metrics_url":"","rank":0,"uid":""}]}\n'
     )
 
 

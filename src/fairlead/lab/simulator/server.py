@@ -303,6 +303,9 @@ class LateEvents(ExactKnowledge):
         self._known[slot] = {}
         self._sent[slot] = {}
 
+    def emptied(self, slot: int) -> None:
+        """Nothing to do: the slot of a server that fails is dropped, and what came since is of the new one."""
+
     def later(self, slot: int | None, hashes: Sequence[int], change: int) -> None:
         """Deliver an event that leaves the server now."""
         if slot is not None:

@@ -107,7 +107,9 @@ def endpoints_of(pod: Pod, ports: tuple[int, ...]) -> list[Endpoint]:
     if not pod.serves:
         return []
     return [
-        Endpoint(f"{pod.namespace}/{pod.name}-rank-{rank}", host_port(pod.address, port), pod.labels, rank=rank)
+        Endpoint(
+            f"{pod.namespace}/{pod.name}-rank-{rank}", host_port(pod.address, port), pod.labels, rank=rank, uid=pod.uid
+        )
         for rank, port in enumerate(ports)
         if pod.active_ports is None or port in pod.active_ports
     ]

@@ -125,6 +125,7 @@ async def test_a_pod_that_was_replaced_under_its_name_is_new(
     await kube.start()
     await until(lambda: len(followed.events) == 2)
     assert followed.events == ["-default/a-rank-0", "+default/a-rank-0"]
+    assert [endpoint.uid for endpoint in followed.pods.endpoints] == ["two"]
 
 
 async def test_the_pool_is_never_empty_while_all_its_pods_are_replaced(
