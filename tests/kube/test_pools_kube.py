@@ -149,6 +149,15 @@ async def test_pools_come_and_go_in_one_process(
             # Each has its own definitions: the first pool has one, so it knows no other name.
             assert await answered(a, "nobody-knows") == 404
             assert await answered(b, "nobody-knows") == 200
+            # A younger one that names the Service of another takes nothing from it.
+            younger = pool("younger", (pods[0].port,), app="younger")
+            younger["spec"]["endpointPickerRef"]["name"] = "llama-epp"
+            await asyncio.to_thread(kube.admin.apply, younger, first)
+            async with asyncio.timeout(20):
+                while f"{first}/younger (as {first}/llama)" not in (await world.page("/readyz"))[1]:
+                    await asyncio.sleep(0.05)
+            assert await answered(a) == 200
+            await world.delete(first, "younger")
             # One that appears is served without a restart.
             await world.make(second, "qwen", pods[3:])
             c = await world.gateway(second, "qwen", pods)
@@ -176,7 +185,7 @@ async def test_pools_come_and_go_in_one_process(
         assert all(f'inference_pool="{key}"' in page for key in (f"{first}/llama", f"{second}/qwen"))
         assert f'inference_pool="{second}/llama"' not in page
         journals = {path.name for path in (tmp_path / "journal").iterdir()}
-        assert journals == {f"{first}.llama", f"{second}.llama", f"{second}.qwen"}
+        assert journals == {f"{first}.llama", f"{first}.younger", f"{second}.llama", f"{second}.qwen"}
         assert f"pool={second}/llama policy=custom" in world.picker.said()
         assert "not allowed" not in world.picker.said()
         accepted = await asyncio.to_thread(kube.admin.get, model("chat", "chat"), first)

@@ -3,8 +3,9 @@
 Gateways do not name the pool in a message. They open a stream to the Service in the pool's `endpointPickerRef`, which
 is the stream's authority. kgateway and Envoy AI Gateway write `SERVICE.NAMESPACE.svc:PORT`; others add the cluster's
 domain or leave out the port. If no authority is set, Envoy uses the name of its cluster, which for Istio is
-`outbound|PORT||SERVICE.NAMESPACE.svc.cluster.local`. A gateway with a hand-written configuration can send the pool as
-initial metadata, `fairlead-pool: NAMESPACE/NAME`.
+`outbound|PORT||SERVICE.NAMESPACE.svc.cluster.local`. If several pools name the same Service and port, the oldest has
+them. A gateway with a hand-written configuration can send the pool as initial metadata,
+`fairlead-pool: NAMESPACE/NAME`.
 """
 
 import asyncio
@@ -60,21 +61,34 @@ class PoolHosts:
         self.known: dict[str, Host | None] = {}
         self._logged_at = -_LOG_GAP
         self._hosts: dict[str, Host] = {}
-        self._services: dict[str, PickerService] = {}
+        #: By pool: its service, and when the pool was created.
+        self._services: dict[str, tuple[PickerService, str]] = {}
+        #: The pool that each service stands for; and by pool, which older pool has its service.
+        self._owners: dict[PickerService, str] = {}
+        self.shadowed: dict[str, str] = {}
 
-    def put(self, pool: str, host: Host, service: PickerService | None) -> None:
-        """Serve a pool (`namespace/name`), or change its service. `service`: `None` = the pool names none."""
+    def put(self, pool: str, host: Host, service: PickerService | None, created: str = "") -> None:
+        """Serve a pool (`namespace/name`), or change its service. `service`: `None` = the pool names none. `created`:
+        when the pool was created, as Kubernetes writes it."""
         self._hosts[pool] = host
         self._services.pop(pool, None)
         if service is not None:
-            self._services[pool] = service
-        self.known.clear()
+            self._services[pool] = service, created
+        self._find_owners()
 
     def drop(self, pool: str) -> None:
         """Open no more streams for a pool. Its open streams continue."""
         del self._hosts[pool]
         self._services.pop(pool, None)
+        self._find_owners()
+
+    def _find_owners(self) -> None:
         self.known.clear()
+        self._owners, self.shadowed = {}, {}
+        for pool, (service, _) in sorted(self._services.items(), key=lambda item: (item[1][1], item[0])):
+            owner = self._owners.setdefault(service, pool)
+            if owner != pool:
+                self.shadowed[pool] = owner
 
     def begin(self, stream: ServerStream, metadata: Mapping[str, str]) -> StreamHandler:
         name = metadata.get(POOL_METADATA, "")
@@ -86,7 +100,7 @@ class PoolHosts:
         if host is not None:
             return Session(host, stream, metadata)
         self.refused += 1
-        why = f"{asked[:200]} is not served here, or shares its Service and port with another: give each pool its own"
+        why = f"{asked[:200]} is not served here, or has a Service of several pools and gives no port"
         now = asyncio.get_running_loop().time()
         if now - self._logged_at >= _LOG_GAP:
             self._logged_at = now
@@ -105,7 +119,7 @@ class PoolHosts:
         return host
 
     def _find(self, authority: str) -> Host | None:
-        """The host for an authority; `None` if no pool matches, or several do."""
+        """The host for an authority; `None` if no service matches, or several do."""
         match = _AUTHORITY.fullmatch(authority.lower())
         if match is None:
             return None
@@ -113,7 +127,7 @@ class PoolHosts:
         said = int(port or outbound_port or sni_port or 0)
         fitting = [
             pool
-            for pool, service in self._services.items()
+            for service, pool in self._owners.items()
             if (service.namespace, service.name) == (namespace, name) and said in (0, service.port)
         ]
         return self._hosts[fitting[0]] if len(fitting) == 1 else None

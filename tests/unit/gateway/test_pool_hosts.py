@@ -100,3 +100,19 @@ async def test_made_up_authorities_take_no_memory(hosts: PoolHosts) -> None:
     for number in range(3000):
         assert not asked(hosts, {":authority": f"epp.made-up-{number}.svc:9002"})
     assert len(hosts.known) <= 1024
+
+
+async def test_the_oldest_of_several_pools_keeps_their_service(hosts: PoolHosts) -> None:
+    """Whatever the order in which they become known."""
+    one, to_it = PickerService("d", "epp", 9002), {":authority": "epp.d.svc:9002"}
+    for pool, day in {"d/b": "02", "d/c": "01", "d/a": "02"}.items():
+        host: Any = SimpleNamespace(pool=pool)
+        hosts.put(pool, host, one, f"2026-01-{day}T00:00:00Z")
+    assert asked(hosts, to_it) == asked(hosts, {":authority": "epp.d.svc"}) == "d/c"
+    assert hosts.shadowed == {"d/a": "d/c", "d/b": "d/c"}
+    assert asked(hosts, {**to_it, "fairlead-pool": "d/b"}) == "d/b"
+    hosts.drop("d/c")
+    assert asked(hosts, to_it) == "d/a"
+    assert hosts.shadowed == {"d/b": "d/a"}
+    hosts.put("d/b", host, PickerService("d", "own", 9002))
+    assert not hosts.shadowed

@@ -150,6 +150,8 @@ class Pool(Struct, frozen=True):
     app_protocol: str = "http"
     picker: PickerRef | None = None
     uid: str = ""
+    #: `metadata.creationTimestamp`, whose alphabetical order is that of time.
+    created: str = ""
 
 
 class _Port(Struct, frozen=True):
@@ -173,8 +175,12 @@ class _Spec(Struct, frozen=True, rename="camel"):
     extension_ref: _Ref | None = None
 
 
+class _PoolMeta(Meta, frozen=True, rename="camel"):
+    creation_timestamp: str | None = None
+
+
 class _Pool(Struct, frozen=True):
-    metadata: Meta = Meta()
+    metadata: _PoolMeta = _PoolMeta()
     spec: _Spec = _Spec()
 
 
@@ -194,6 +200,7 @@ def read_pool(text: bytes | Raw) -> Pool:
         spec.app_protocol or "http",
         _picker(ref) if ref else None,
         pool.metadata.uid,
+        pool.metadata.creation_timestamp or "",
     )
 
 

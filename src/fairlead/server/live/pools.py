@@ -19,7 +19,7 @@ from fairlead.server.observe.component_metrics import KubeMetrics
 from fairlead.server.observe.exposition import Registry, page_of
 from fairlead.server.observe.log import get
 from fairlead.server.observe.tracing import Tracing
-from fairlead.server.observe.troubles import Troubles, watch_process
+from fairlead.server.observe.troubles import Troubles, named, watch_process
 from fairlead.server.supervise import DRAIN_SECONDS
 
 log = get("pools")
@@ -69,11 +69,17 @@ class LivePools:
         watch_process(self.troubles)
         self.troubles.watch("kubernetes", self.kube.trouble)
         self.troubles.watch("configuration", lambda: self._unusable)
-        unknown = "gateways ask for pools that are not served here, or cannot be told apart; the log names the last one"
+        unknown = "gateways ask for pools that are not served here, or are not told apart; the log names the last one"
         self.troubles.lately("pools", lambda: self.host.refused, unknown)
+        self.troubles.watch("pool-services", self._shadowed)
         self.registry.follow("gauge", "fairlead_pools", "InferencePools that are served.", lambda: len(self.pools))
 
     # ---- pools ----
+
+    def _shadowed(self) -> str:
+        pools = [f"{pool} (as {older})" for pool, older in self.host.shadowed.items()]
+        reason = "gateways do not reach pools with the Service and port of an older pool; give each pool its own: "
+        return reason + named(pools) if pools else ""
 
     async def open(self, key: str, pool: Pool) -> "OpenedPool":
         """Start the scheduler of a pool. Raises `ConfigError` or `PluginError`."""
@@ -206,7 +212,7 @@ class OpenedPool:
         service = None if ref is None else PickerService(pool.namespace, ref.name, ref.port)
         if service is None:
             log.warning("a pool has no endpointPickerRef, so no gateway will ask for it", pool=self._key)
-        self._pools.host.put(self._key, self.scheduler.host, service)
+        self._pools.host.put(self._key, self.scheduler.host, service, pool.created)
 
     async def close(self, *, at_once: bool = False) -> None:
         """Accept no new requests, refuse those that wait, let running requests finish (unless `at_once`), and free all

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from fairlead.compat.load import load
 from fairlead.config.reload import plan_reload
@@ -99,6 +100,16 @@ async def test_each_measures_its_load_only_while_the_process_leads(pools: LivePo
     for leads in (False, True):
         pools.kube.leader.child("team/epp").set(leads)
         assert a.scheduler.watch.standby() is not leads
+
+
+async def test_a_pool_with_the_service_of_an_older_one_is_named(pools: LivePools) -> None:
+    older = replace(pool("llama", "a"), created="2026-01-01T00:00:00Z")
+    await pools.open("a/llama-v2", replace(older, name="llama-v2", created="2026-01-02T00:00:00Z"))
+    opened = await pools.open("a/llama", older)
+    reason = "gateways do not reach pools with the Service and port of an older pool; give each pool its own: "
+    assert reason + "a/llama-v2 (as a/llama)" in pools.sources().notes()
+    opened.changed(pool("other", "a"))
+    assert not any("older" in note for note in pools.sources().notes())
 
 
 async def test_a_pool_without_endpoints_is_named(pools: LivePools) -> None:
