@@ -8,9 +8,11 @@ Rules
 """
 
 import asyncio
+import json
+import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 from fairlead.config.endpoint_list import Listed, Listing, parse_endpoints_text
@@ -36,6 +38,8 @@ from fairlead.pool.watched_files import WatchedFiles, read_regular
 #   but model servers listen on `0.0.0.0` or `127.0.0.1` by default. No connection is tried to find out.
 # * A name that cannot be resolved keeps its last address and is tried again after `RETRY_S`. A lookup that takes long
 #   goes on, and no other one of its name is begun: its answer counts whenever it comes.
+# * Last addresses are kept in a file, `kept`, from which a scheduler that replaces one begins. Else it would take
+#   endpoints that serve from the gateway, where their names cannot be resolved at once.
 # * If many endpoints change at once, their events are sent in several turns of the event loop (`Turns`).
 
 RETRY_S = 1.0
@@ -67,9 +71,16 @@ class EndpointSet:
     """Turns listings of endpoints into events. Make all calls on the loop's thread."""
 
     def __init__(
-        self, feed: Feed, report: Report, *, resolver: Resolver = resolve_host, resolve_s: float = 30.0
+        self,
+        feed: Feed,
+        report: Report,
+        *,
+        resolver: Resolver = resolve_host,
+        resolve_s: float = 30.0,
+        kept: Path | None = None,
     ) -> None:
         self._feed = feed
+        self._kept, self._written = kept, dict[str, str]()
         self._turns = Turns()
         self._report = report
         self._resolver = resolver
@@ -129,6 +140,9 @@ class EndpointSet:
     async def start(self, within_s: float = START_S) -> None:
         """Resolve all host names, and keep resolving in the background. Waits for at most `within_s` seconds, and until
         the events of all endpoints so far were sent."""
+        known = await asyncio.to_thread(_addresses_in, self._kept) if self._kept else {}
+        for host in self._names().keys() & known.keys():
+            self._use(host, known[host])
         first = asyncio.create_task(self._resolve_names())
         self._task = asyncio.create_task(self._keep_resolving(first))
         await asyncio.wait((first,), timeout=within_s)
@@ -202,6 +216,10 @@ class EndpointSet:
         names = [(host, port) for host, port in self._names().items() if host not in skipped]
         await asyncio.gather(*(resolve(host, port) for host, port in names))
         self._take_down()
+        if self._kept and self._written != self._addresses:
+            self._written = dict(self._addresses)
+            with suppress(OSError):  # a full disk: the gateway's list is written there too, and that is reported
+                await asyncio.to_thread(_keep_addresses, self._kept, self._written)
 
     async def _resolve(self, host: str, port: int) -> None:
         if host not in self._lookups:
@@ -229,19 +247,34 @@ class EndpointSet:
             self._report(Problem("", 0, f"cannot resolve {host}: {reason}"))
 
     def _succeeded(self, host: str, addresses: Sequence[str]) -> None:
-        entries = [entry for entry in self._listed.values() if entry.host == host and not entry.literal]
-        if not entries:
-            return
-        self._failing.pop(host, None)
-        if self._addresses.get(host) not in addresses:
-            self._addresses[host] = preferred(addresses)
-        for entry in entries:
-            self._bring_up(entry)
+        if host in self._names():
+            self._failing.pop(host, None)
+            old = self._addresses.get(host, "")
+            self._use(host, old if old in addresses else preferred(addresses))
+
+    def _use(self, host: str, address: str) -> None:
+        self._addresses[host] = address
+        for entry in self._listed.values():
+            if entry.host == host and not entry.literal:
+                self._bring_up(entry)
 
     @property
     def problem(self) -> str:
         """A host name that cannot be resolved, and why; empty = all can be."""
         return next((f"cannot resolve {host}: {reason}" for host, reason in self._failing.items()), "")
+
+
+def _addresses_in(kept: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(kept.read_bytes()))
+    except (OSError, ValueError):
+        return {}
+
+
+def _keep_addresses(kept: Path, addresses: Mapping[str, str]) -> None:
+    aside = kept.with_suffix(f".{os.getpid()}.new")  # several workers keep the same
+    aside.write_text(json.dumps(addresses), encoding="utf-8")
+    aside.replace(kept)
 
 
 _EMPTY = "endpoints.allowEmpty: true takes them away"
@@ -261,12 +294,13 @@ class EndpointsFile:
         poll_s: float = 0.5,
         resolve_s: float = 30.0,
         resolver: Resolver = resolve_host,
+        kept: Path | None = None,
     ) -> None:
         self._path = Path(path)
         self._report = report
         self._watch = watch
         self._allow_empty = allow_empty
-        self._set = EndpointSet(feed, report, resolver=resolver, resolve_s=resolve_s)
+        self._set = EndpointSet(feed, report, resolver=resolver, resolve_s=resolve_s, kept=kept)
         self._watched = WatchedFiles(lambda: [str(self._path)], self._load, poll_s, "endpoints")
         self._text: bytes | None = None
         self._complaint = self._unusable = ""
@@ -334,19 +368,21 @@ async def follow_endpoints(
     report: Report,
     required: bool = True,
     resolve_s: float = START_S,
+    kept: Path | None = None,
 ) -> EndpointSet | EndpointsFile:
     """Feed the present endpoints, and all changes while `stack` is open. Waits `resolve_s` seconds for host names.
+    Their last addresses are `kept` in a file.
 
     Returns an `EndpointSet` for a list in the configuration (`apply` replaces the list), or the `EndpointsFile`.
     Raises `ConfigError` if the file cannot be read or parsed at the start and is `required`.
     """
     if not source.file:
-        listed = EndpointSet(feed, report)
+        listed = EndpointSet(feed, report, kept=kept)
         stack.push_async_callback(listed.close)
         listed.apply(Listing(source.static))
         await listed.start(resolve_s)
         return listed
-    files = EndpointsFile(source.file, feed, report, watch=source.watch, allow_empty=source.allow_empty)
+    files = EndpointsFile(source.file, feed, report, watch=source.watch, allow_empty=source.allow_empty, kept=kept)
     stack.push_async_callback(files.close)
     problems = await files.start(resolve_s)
     if required and not files.loaded:

@@ -5,6 +5,7 @@ import errno
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,7 +85,7 @@ async def follow(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     monkeypatch.setattr(watched_files, "SETTLE_S", 0.01)
     made: list[EndpointsFile] = []
 
-    def make(path: Path, names: Names | None = None, **options: bool) -> EndpointsFile:
+    def make(path: Path, names: Names | None = None, **options: Any) -> EndpointsFile:
         resolver = names or Names()
         follower = EndpointsFile(path, heard.feed, heard.report, poll_s=0.01, resolver=resolver, **options)
         made.append(follower)
@@ -482,6 +483,32 @@ async def test_a_late_answer_counts(heard: Heard, monkeypatch: pytest.MonkeyPatc
         assert known.problem == ""
         await known.close()
     assert heard.take() == ["up a 10.0.0.0:80", "up b 10.0.0.1:80", "up c 10.0.0.2:80"]
+
+
+async def test_a_restart_knows_the_addresses_of_names_that_cannot_be_resolved(heard: Heard, tmp_path: Path) -> None:
+    names, kept = Names(), tmp_path / "names.json"
+    names.known = {"model": ["10.0.0.1"], "other": ["10.0.0.2"], "gone": ["10.0.0.3"]}
+    first = EndpointSet(heard.feed, heard.report, resolver=names, kept=kept)
+    first.apply(listing(("a", "model"), ("b", "other"), ("c", "gone")))
+    await first.start()
+    assert kept.exists()
+    await first.close()
+    assert len(heard.take()) == 3
+
+    names.known = {"model": ["10.0.0.4"]}
+    second = EndpointSet(heard.feed, heard.report, resolver=names, kept=kept)
+    second.apply(listing(("a", "model"), ("b", "other")))
+    await second.start()
+    assert sorted(heard.take()) == ["up a 10.0.0.1:80", "up a 10.0.0.4:80", "up b 10.0.0.2:80"]
+    assert second.problem == "cannot resolve other: Name or service not known"
+    await second.close()
+
+    kept.write_text("half a fi")
+    third = EndpointSet(heard.feed, heard.report, resolver=names, kept=kept)
+    third.apply(listing(("a", "model"), ("b", "other")))
+    await third.start()
+    assert heard.take() == ["up a 10.0.0.4:80"]
+    await third.close()
 
 
 async def test_the_real_resolver() -> None:

@@ -29,6 +29,8 @@ JWKS_CA = "jwks-ca.json"
 FACTS = "facts"
 #: What the configuration file contained at the start, and when a scheduler could use it last.
 CONFIG, LAST_CONFIG = "config.yaml", "last-config.yaml"
+#: The last addresses of the host names of endpoints.
+NAMES = "names.json"
 #: The current listeners, and those to open when clients may connect.
 LISTENERS, LISTENERS_LATER = "listeners.json", "listeners-later.json"
 #: The prefix of the metrics of the client listener.

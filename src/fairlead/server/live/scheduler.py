@@ -22,7 +22,7 @@ from fairlead.core.errors import cannot_listen
 from fairlead.core.events import EndpointDown, EndpointUp, GatewayAnswered
 from fairlead.gateway.envoy.admin import EnvoyAdmin
 from fairlead.gateway.envoy.clusters import PoolWriter
-from fairlead.gateway.envoy.process import BOOTSTRAP, LAST_CONFIG
+from fairlead.gateway.envoy.process import BOOTSTRAP, LAST_CONFIG, NAMES
 from fairlead.gateway.h2_limits import ByteBudget
 from fairlead.gateway.health import EXT_PROC, HealthService, ServingStatus
 from fairlead.gateway.memory import FEW_FILES, memory_limit, raise_file_limit
@@ -192,7 +192,10 @@ class Live:
         config = self.config
         await pool.start(stack)
         first = not self._beside.restarted
-        listed = await follow_endpoints(stack, config.endpoints, self._endpoint, self._file_problem, required=first)
+        kept = Path(self._beside.directory, NAMES) if self._beside.directory else None
+        listed = await follow_endpoints(
+            stack, config.endpoints, self._endpoint, self._file_problem, required=first, kept=kept
+        )
         self._listed = listed
         pool.troubles.watch("endpoints", lambda: listed.problem)
         for keys in self._keys:
