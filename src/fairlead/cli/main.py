@@ -38,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except FairleadError as error:
             wrong = isinstance(error, ConfigError | PluginError) and not isinstance(error, Unavailable)
             _fail(error, WRONG_INPUT if wrong else FAILED)
+        except BrokenPipeError:
+            _end_unread()
         except OSError as error:
             if error.errno != ENOSPC:
                 raise
@@ -69,9 +71,17 @@ def _show_overview() -> NoReturn:
     try:
         sys.stdout.write(overview() + "\n")
         sys.stdout.flush()
+    except BrokenPipeError:
+        _end_unread()
     except OSError as error:
         sys.exit(f"error: {error}")
     sys.exit()
+
+
+def _end_unread() -> NoReturn:
+    """End without a word, because the reader of the output (such as `head`) has ended."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python complains when it flushes its output at the end
+    sys.exit(1)
 
 
 def _run(given: list[str]) -> None:
@@ -83,7 +93,9 @@ def _run(given: list[str]) -> None:
         from fairlead.cli.basics import DEFAULT_FILE, config_file
         from fairlead.cli.validate import run_validate
 
-        sys.exit(run_validate(config_file(Path(*files) if files else DEFAULT_FILE), "--json" in given))
+        code = run_validate(config_file(Path(*files) if files else DEFAULT_FILE), "--json" in given)
+        sys.stdout.flush()
+        sys.exit(code)
     import typer
 
     from fairlead.cli.app import build_app

@@ -319,3 +319,20 @@ def test_a_full_disk_ends_the_overview_with_one_line() -> None:
             [sys.executable, "-m", "fairlead", "--help"], stdout=full, stderr=subprocess.PIPE, text=True
         )
     assert (done.returncode, done.stderr) == (1, "error: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize("command", [["--help"], ["validate"], ["validate", "--json"], ["config", "show"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_output_that_nobody_reads_is_no_error(tmp_path: Path, command: list[str], unbuffered: str) -> None:
+    (tmp_path / "fairlead.yaml").write_text("endpoints: ['10.0.0.1:8000']\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer) as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "fairlead", *command],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+    assert (done.returncode, done.stderr) == (1, b"")
