@@ -260,8 +260,15 @@ class EndpointSet:
 
     @property
     def problem(self) -> str:
-        """A host name that cannot be resolved, and why; empty = all can be."""
-        return next((f"cannot resolve {host}: {reason}" for host, reason in self._failing.items()), "")
+        """A host name that cannot be resolved, and why, or two that are one server; empty = there are none."""
+        for host, reason in self._failing.items():
+            return f"cannot resolve {host}: {reason}"
+        owners: dict[str, str] = {}
+        for endpoint_id in self._listed if self._addresses else ():
+            endpoint = self._up.get(endpoint_id)
+            if endpoint and (owner := owners.setdefault(endpoint.address, endpoint_id)) != endpoint_id:
+                return f"{owner} and {endpoint_id} are one server, {endpoint.address}, which gets requests for two"
+        return ""
 
 
 def _addresses_in(kept: Path) -> dict[str, str]:

@@ -511,6 +511,20 @@ async def test_a_restart_knows_the_addresses_of_names_that_cannot_be_resolved(he
     await third.close()
 
 
+async def test_names_of_one_server_are_a_problem(heard: Heard) -> None:
+    names = Names()
+    names.known = {"model": ["10.0.0.1"], "other": ["10.0.0.2"]}
+    known = EndpointSet(heard.feed, heard.report, resolver=names, resolve_s=0.01)
+    known.apply(listing(("a", "model"), ("b", "other"), ("c", "10.0.0.3")))
+    await known.start()
+    assert known.problem == ""
+    for address, both in ("10.0.0.1", "default/a and default/b"), ("10.0.0.3", "default/b and default/c"):
+        names.known["other"] = [address]
+        await heard.until(lambda: heard.events[-1] == f"up b {names.known['other'][0]}:80")
+        assert known.problem == f"{both} are one server, {address}:80, which gets requests for two"
+    await known.close()
+
+
 async def test_the_real_resolver() -> None:
     assert set(await resolve_host("localhost", 80)) <= {"127.0.0.1", "::1"}
     assert await resolve_host("127.0.0.1", 80) == ["127.0.0.1"]
