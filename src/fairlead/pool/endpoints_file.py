@@ -273,8 +273,8 @@ class EndpointSet:
 
 def _addresses_in(kept: Path) -> dict[str, str]:
     try:
-        return dict(json.loads(kept.read_bytes()))
-    except (OSError, ValueError):
+        return {str(host): str(address) for host, address in json.loads(kept.read_bytes()).items()}
+    except (OSError, ValueError, AttributeError):
         return {}
 
 
