@@ -69,9 +69,10 @@ _FEW_COMMAS = 4 * MAX_N
 
 
 @cache
-def _decode_first() -> Callable[[Raw], Struct]:
-    """Reads the first `MAX_N` items of a list and skips the others: 30 million items are 1.7 GB as objects."""
-    fields = [(f"item_{number}", Raw, ABSENT) for number in range(MAX_N)]
+def _decode_first(most: int) -> Callable[[bytes | Raw], Struct]:
+    """Reads the first `most` items of a list and skips the others: 30 million items are 1.7 GB as objects. Of a shorter
+    list the rest is absent."""
+    fields = [(f"item_{number}", Raw, ABSENT) for number in range(most)]
     return Decoder(defstruct("First", fields, array_like=True, gc=False)).decode
 
 
@@ -82,7 +83,7 @@ def items(raw: Raw) -> int:
     try:
         if bytes(raw).count(b",") < _FEW_COMMAS:
             return min(len(_decode_items(raw)), MAX_N)
-        read = astuple(_decode_first()(raw))
+        read = astuple(_decode_first(MAX_N)(raw))
     except (DecodeError, UnicodeDecodeError, RecursionError):
         return 1
     return MAX_N if read[-1] is not ABSENT else read.index(ABSENT)
@@ -123,9 +124,6 @@ def token_ids(array: memoryview) -> int:
 
 #: Messages that are looked at: system prompts and what the user wrote before the first answer.
 _OPENING = 16
-_decode_opening = Decoder(
-    defstruct("Opening", [(f"item_{number}", Raw, ABSENT) for number in range(_OPENING)], array_like=True, gc=False)
-).decode
 
 
 class _Message(Struct, gc=False):
@@ -150,7 +148,7 @@ def opening(messages: bytes | memoryview) -> bytes:
     if raw[:1] != b"[":  # the Responses API takes a text for a single message
         return raw
     try:
-        for item in astuple(_decode_opening(raw + b"]")):
+        for item in astuple(_decode_first(_OPENING)(raw + b"]")):
             message = _decode_message(item) if item is not ABSENT else None
             if message is None or message.role not in ("user", "system", "developer"):
                 break
