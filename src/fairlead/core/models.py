@@ -331,11 +331,12 @@ class Catalogue:
         for item in sorted(models.rewrites, key=lambda rewrite: rewrite.origin.age_order):
             for rule in item.rules:
                 ready = _Rule(str(item.origin), Split(rule.targets))
-                if not rule.models:
+                if rule.models:
+                    used = {model: self._exact.setdefault(model, ready) for model in rule.models}
+                else:
                     self._generic = self._generic or ready
-                taken = {model: self._exact.setdefault(model, ready) for model in rule.models}
-                taken = taken or {"": self._generic or ready}
-                older = {model: used.origin for model, used in taken.items() if used.origin != ready.origin}
+                    used = {"": self._generic}
+                older = {model: first.origin for model, first in used.items() if first.origin != ready.origin}
                 if older:
                     self.overruled.setdefault(ready.origin, {}).update(older)
 
@@ -393,8 +394,9 @@ class Catalogue:
         second turn on, and only where the first one was seen, so its opening is better."""
         if not self.sticky:
             return ""
-        session = request.session
-        return request.opening or session if not session or session[0] == RECOGNISED else session
+        if request.session and request.session[0] != RECOGNISED:
+            return request.session
+        return request.opening or request.session
 
     def _way(self, model: str, rewrite: str) -> tuple[_Rule | None, Split | None]:
         """Return the rule of a request for `model` and the split that decides its target; `None` = nothing does."""
