@@ -103,7 +103,7 @@ class SchedulingBuilder:
         else:
             base = build_policy(config, self._report, self._registry)
             able = able_by(config, base, self._registry, self._report)
-        canary = self._canary_policy(config, last)
+        canary, of_canary = self._canary_policy(config, last), canary_of(config, self._registry)
         ttl = config.ledger.lease_ttl
         built = Scheduling(policy=base, base=base, able=able, waiting=able, flow=None, lease_ttl=ttl)
         remotes = {name: self._remote(name, built, config, last) for name in schedulers(config)}
@@ -111,11 +111,10 @@ class SchedulingBuilder:
             shadows, on_trial = last.scheduling.shadows, last.scheduling.on_trial
         else:
             shadows, on_trial = self._shadows(config)
-        policy = self._deciding(config, remotes.get(PRIMARY, base), remotes.get(CANARY, canary or base))
-        waiting, of_canary = able, canary_of(config, self._registry)
+        label, waiting = "".join(of_canary), able
+        policy = self._deciding(config, remotes.get(PRIMARY, base), remotes.get(CANARY, canary or base), label)
         if canary is not None and isinstance(policy, Canary):
-            (own,) = of_canary.values()
-            waiting = CanaryRules(policy, able_by(own, canary, self._registry, self._report), able)
+            waiting = CanaryRules(policy, able_by(of_canary[label], canary, self._registry, self._report), able)
         flow = build_flow_controller(config, base, self._report, self._registry, waiting)
         if flow is not None and last is not None and last.scheduling.flow is not None:
             flow = last.scheduling.flow
@@ -153,14 +152,14 @@ class SchedulingBuilder:
             return last.canary_policy
         return build_entry(canary.policy, config, self._report, self._registry)
 
-    def _deciding(self, config: Config, primary: Policy, canary: Policy) -> Policy:
+    def _deciding(self, config: Config, primary: Policy, canary: Policy, label: str) -> Policy:
         settings, last = config.canary, self._last
         if not (settings.percent and (settings.policy or settings.scheduler is not None)):
             return primary
         before = last.scheduling.policy if last is not None and last.config.canary == settings else None
         if isinstance(before, Canary) and before.primary is primary and before.canary is canary:
             return before
-        return Canary(primary, canary, settings.percent, self._report, "".join(canary_of(config, self._registry)))
+        return Canary(primary, canary, settings.percent, self._report, label)
 
     def _remote(self, name: str, built: Scheduling, config: Config, last: _Built | None) -> RemotePolicy:
         settings = schedulers(config)[name]
@@ -240,7 +239,7 @@ def build_entry(
 
 def canary_of(config: Config, registry: Registry | None = None) -> dict[str, Config]:
     """The configuration of a canary's policy, by the name under which its decisions are recorded: the primary may be a
-    policy of the same name. Empty if no policy is a canary. Raises the same."""
+    policy of the same name. Empty if no policy is a canary. Raises what `build_entry` raises."""
     canary = config.canary
     if not (canary.policy and canary.percent):
         return {}
