@@ -172,7 +172,7 @@ def _summarised(
         int(ttft_us) / 1000.0 if ttft_us else -1.0,
         float(duration_ms) if duration_ms else -1.0,
         int(size) if size else -1,
-        attempts > "1",
+        attempts > "1",  # digits without leading zeros: this saves the conversion
         gateway_id,
     )
     return _special(entry, flags, unconnected) if flags else entry

@@ -1,4 +1,5 @@
-"""How spans are sent to a collector, whatever it answers."""
+"""How spans are sent to a collector, whatever it answers. Apart from `tracing`, because what it is made of is installed
+only with the extra of that name."""
 
 from contextlib import suppress
 from io import BytesIO
