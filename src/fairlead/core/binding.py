@@ -40,7 +40,7 @@ from fairlead.core.cost import Terms, Weights, cost, memory_wait, shortage, weig
 from fairlead.core.errors import PLUGIN_FAILURES, REST_S, PluginError, described, hung, rests_until
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Waiting
-from fairlead.core.policy import HIGHEST, Context, CostPolicy, Cycle, Policy, checked_column, guarded, own
+from fairlead.core.policy import HIGHEST, Context, CostPolicy, Cycle, Policy, Tell, checked_column, guarded, own
 from fairlead.core.profile import Profile
 from fairlead.core.records import ABLE, FLOW_CONTROL, Trace
 from fairlead.core.request import Request
@@ -63,6 +63,7 @@ class Bound(Struct, frozen=True):
     trace: Trace | None = None
     #: As in `Picked`.
     by: str = ""
+    tell: Tell | None = None
 
 
 def memory_ms(terms: Terms, fleet: Fleet) -> FloatColumn:
@@ -100,6 +101,16 @@ def soonest(work: FloatColumn, besides: int, opened: NDArray[np.intp]) -> int:
     return slot if work[slot] < inf else -1
 
 
+class Pairs(Struct, frozen=True):
+    """Waiting requests, and by request and slot: whether it can be served there, its prompt's cached share, and the
+    cost kernel's terms."""
+
+    requests: Sequence[Request]
+    able: BoolColumn
+    shares: FloatColumn
+    terms: Terms
+
+
 # What the configured policy says about waiting requests: which endpoints can serve them, and at what cost.
 #
 # Rules
@@ -130,28 +141,20 @@ class WaitingRules:
     def __call__(self, request: Request, fleet: FleetView, now: float) -> BoolColumn | None:
         return self._chain.able(request, fleet, Context(now, self._rng))
 
-    def chosen(self, request: Request, slot: int, fleet: FleetView, now: float) -> None:
-        """Tell the policy's plugins which slot a request got that had waited."""
-        self._chain.notify(request, slot, fleet, Cycle(Context(now, self._rng, trace=False)))
+    def teller(self, request: Request, now: float) -> Tell | None:
+        """Return what tells the policy's plugins where the request goes; `None` = none wants to know."""
+        return self._chain.teller(Cycle(Context(now, self._rng, trace=False)))
 
     def by(self, request: Request) -> str:
         """The name of the policy whose costs counted for the request in the last choice; empty = the configured one."""
         return ""
 
-    def costs(
-        self,
-        requests: Sequence[Request],
-        shares: FloatColumn,
-        able: BoolColumn,
-        terms: Terms,
-        fleet: FleetView,
-        now: float,
-    ) -> FloatColumn:
-        """Return the costs in milliseconds. All shapes: requests × slots. `shares`: cached shares of the prompts."""
+    def costs(self, pairs: Pairs, fleet: FleetView, now: float) -> FloatColumn:
+        """Return the costs of all pairs in milliseconds."""
         if now < self._rests_until:
-            return weighed(terms, self.weights, fleet)
+            return weighed(pairs.terms, self.weights, fleet)
         try:
-            return self.asked(requests, shares, able, terms, fleet, now)
+            return self.asked(pairs, fleet, now)
         except PLUGIN_FAILURES as error:
             failure = PluginError(self._name, described(error))
             if hung(error):
@@ -160,19 +163,11 @@ class WaitingRules:
                 failure = failure.with_note(f"for {REST_S:.0f} s the costs of waiting requests are the cost model's")
             if self._report is not None:
                 self._report(failure)
-            return weighed(terms, self.weights, fleet)
+            return weighed(pairs.terms, self.weights, fleet)
 
-    def asked(
-        self,
-        requests: Sequence[Request],
-        shares: FloatColumn,
-        able: BoolColumn,
-        terms: Terms,
-        fleet: FleetView,
-        now: float,
-    ) -> FloatColumn:
+    def asked(self, pairs: Pairs, fleet: FleetView, now: float) -> FloatColumn:
         """As `costs`, but raise what the policy raises."""
-        policy = self._policy
+        policy, requests, shares, terms = self._policy, pairs.requests, pairs.shares, pairs.terms
         if policy is None:
             return weighed(terms, self.weights, fleet)
         context = Context(now, self._rng, trace=False)
@@ -184,7 +179,7 @@ class WaitingRules:
         costs = checked_column(costs, shares.shape, "costs")
         if not np.isfinite(costs).all():
             costs = _only_if_all_are(costs)
-        return costs if policy.milliseconds else _in_that_order(costs, able, weighed(terms, self.weights, fleet))
+        return costs if policy.milliseconds else _in_that_order(costs, pairs.able, weighed(terms, self.weights, fleet))
 
 
 def _only_if_all_are(costs: FloatColumn) -> FloatColumn:
@@ -376,7 +371,8 @@ class PairBinder:
         shares = np.array([k.share for k in known])
         able = np.array([k.able for k in known])
         terms = cost(prompts, shares * prompts, fleet, now, _loading(requests, fleet))
-        policy_cost = np.where(able, self._rules.costs(requests, shares, able, terms, fleet, now), inf)
+        pairs = Pairs(requests, able, shares, terms)
+        policy_cost = np.where(able, self._rules.costs(pairs, fleet, now), inf)
         own = np.where(able, terms.prefill, inf)
         costs, may, full = policy_cost, able & opened, None
         memory = memory_waits(terms, fleet)
@@ -449,7 +445,6 @@ class PairBinder:
         now: float,
     ) -> Bound:
         request = waiting.request
-        self._rules.chosen(request, slot, fleet, now)
         if request.prefix.hashes:
             if len(self._departed) >= _REMEMBERED:
                 self._departed.clear()
@@ -474,4 +469,5 @@ class PairBinder:
         here = float(known.share[slot])
         prompt = request.prompt_tokens
         work = max(prompt - here * prompt, 1.0)
-        return Bound(waiting, slot, work, here, top(known.share), runner_up, trace, self._rules.by(request))
+        by, tell = self._rules.by(request), self._rules.teller(request, now)
+        return Bound(waiting, slot, work, here, top(known.share), runner_up, trace, by, tell)

@@ -10,17 +10,16 @@ Rules
 * A canary that did not return decides nothing any more, until it is configured differently.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from struct import Struct
 from zlib import crc32
 
 import numpy as np
 
-from fairlead.core.binding import WaitingRules
+from fairlead.core.binding import Pairs, WaitingRules
 from fairlead.core.columns import BoolColumn, FloatColumn
-from fairlead.core.cost import Terms
 from fairlead.core.errors import PLUGIN_FAILURES, PluginError, hung, of_plugin
-from fairlead.core.policy import Answer, Context, Policy, choose_or_raise
+from fairlead.core.policy import Answer, Context, Policy, Tell, choose_or_raise
 from fairlead.core.remote import AsksElsewhere, RemotePolicy
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
@@ -46,8 +45,6 @@ class Canary(AsksElsewhere):
         self.label = label or canary.name
         self._below = round(percent * _PARTS / 100)
         self._report = on_plugin_error
-        #: Decisions made by each.
-        self.decided = {"primary": 0, "canary": 0}
 
     @property
     def name(self) -> str:
@@ -66,19 +63,13 @@ class Canary(AsksElsewhere):
     def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
         if self.takes(request):
             try:
-                pick = choose_or_raise(self.canary, request, fleet, context)
+                pick = choose_or_raise(self.canary, request, fleet, context, self._report)
                 if not (pick.by and isinstance(self.canary, AsksElsewhere)):
                     pick.by = self.label
-                self.count(pick.by)
                 return pick
             except PLUGIN_FAILURES as error:
                 self.failed(error)
-        self.count("")
         return self.primary.choose(request, fleet, context)
-
-    def count(self, by: str, decisions: int = 1) -> None:
-        """Count a decision that is recorded under the name `by`. -1 = one that was made is not carried out."""
-        self.decided["canary" if by == self.label else "primary"] += decisions
 
     def failed(self, error: BaseException) -> None:
         """Report that the canary failed. If it did not return, it takes no more requests."""
@@ -102,26 +93,18 @@ class CanaryRules(WaitingRules):
     def __call__(self, request: Request, fleet: FleetView, now: float) -> BoolColumn | None:
         return (self._own_rules if self._canary.takes(request) else self._primary)(request, fleet, now)
 
-    def chosen(self, request: Request, slot: int, fleet: FleetView, now: float) -> None:
-        (self._own_rules if self.by(request) else self._primary).chosen(request, slot, fleet, now)
+    def teller(self, request: Request, now: float) -> Tell | None:
+        return (self._own_rules if self.by(request) else self._primary).teller(request, now)
 
     def by(self, request: Request) -> str:
         return self._canary.label if self._counted and self._canary.takes(request) else ""
 
-    def costs(
-        self,
-        requests: Sequence[Request],
-        shares: FloatColumn,
-        able: BoolColumn,
-        terms: Terms,
-        fleet: FleetView,
-        now: float,
-    ) -> FloatColumn:
-        costs = self._primary.costs(requests, shares, able, terms, fleet, now)
-        taken, self._counted = np.array([[self._canary.takes(request)] for request in requests]), False
+    def costs(self, pairs: Pairs, fleet: FleetView, now: float) -> FloatColumn:
+        costs = self._primary.costs(pairs, fleet, now)
+        taken, self._counted = np.array([[self._canary.takes(request)] for request in pairs.requests]), False
         if np.count_nonzero(taken):
             try:
-                costs = np.where(taken, self._own_rules.asked(requests, shares, able, terms, fleet, now), costs)
+                costs = np.where(taken, self._own_rules.asked(pairs, fleet, now), costs)
                 self._counted = True
             except PLUGIN_FAILURES as error:
                 self._canary.failed(error)

@@ -107,6 +107,10 @@ def _shared(ask: Callable[[Request], FloatColumn | None], request: Request) -> F
     return None if column is None else read_only(column)
 
 
+#: Tells the plugins that remember picks (`PickObserver`) where a request goes.
+Tell = Callable[[Request, int, FleetView], None]
+
+
 class Picked(Struct):
     """The answer for a request that is sent to an endpoint."""
 
@@ -129,6 +133,9 @@ class Picked(Struct):
     alternatives: tuple[int, ...] = ()
     #: In a pair: milliseconds expected from the computed prompt to the first token at `slot`; below 0 = unknown.
     handover_ms: float = -1.0
+    #: Set by profiles, and called when the request is sent; `None` = no plugin wants to know. A policy that changes the
+    #: pick of a profile passes it on.
+    tell: Tell | None = None
 
 
 class Refused(Struct):
@@ -178,6 +185,7 @@ def checked(answer: Any, fleet: FleetView) -> Answer:
         slots[2],
         alternatives,
         handover_ms,
+        answer.tell if callable(answer.tell) else None,
     )
 
 
@@ -355,9 +363,8 @@ class Refuser(Protocol):
 class PickObserver(Protocol):
     """A filter, scorer, picker or profile that is notified of each pick.
 
-    `chosen` is called once per decision, after the pick (also after the fallback's), with the same `cycle`. For a
-    request that must wait first it is called when late binding sends it, with a new one; for one that is refused,
-    never.
+    `chosen` is called once for each request that is sent, also to the fallback, with the `cycle` of the pick; if late
+    binding or a recorded decision chose another slot, with that slot.
     """
 
     def chosen(self, request: Request, slot: int, fleet: FleetView, cycle: Cycle) -> None: ...
@@ -414,16 +421,32 @@ def choice_of(policy: Policy, request: Request, fleet: FleetView, context: Conte
     return checked(guarded(fleet, policy.choose, request, fleet, context), fleet)
 
 
-def choose_or_raise(policy: Policy, request: Request, fleet: FleetView, context: Context) -> Answer:
-    """As `choice_of`; also raise what the policy reports of its plugins, at once: its observers are not shown a choice
-    that nobody makes."""
-    if isinstance(policy, ReportsErrors):
-        policy.report_to(_raise)
-    return choice_of(policy, request, fleet, context)
-
-
 def _raise(error: PluginError) -> None:
     raise error from None
+
+
+def choose_or_raise(
+    policy: Policy,
+    request: Request,
+    fleet: FleetView,
+    context: Context,
+    report: Callable[[PluginError], None] | None = _raise,
+) -> Answer:
+    """As `choice_of`; also raise what the policy reports of its plugins. From then on it reports to `report`."""
+    if not isinstance(policy, ReportsErrors):
+        return choice_of(policy, request, fleet, context)
+    policy.report_to(_raise)
+    try:
+        return choice_of(policy, request, fleet, context)
+    finally:
+        policy.report_to(report)
+
+
+def told(answer: Answer, request: Request, fleet: FleetView) -> Answer:
+    """Return the answer, after its observers were told: for those who do not send the request."""
+    if isinstance(answer, Picked) and answer.tell is not None:
+        answer.tell(request, answer.slot, fleet)
+    return answer
 
 
 class Guard:
@@ -477,6 +500,17 @@ class Clamped(Guard):
             return None
         column = checked_column(scores, (len(fleet.table),), "scores")
         return np.nan_to_num(np.clip(column, 0.0, 1.0), nan=0.0)
+
+
+class GuardedObserver(Guard):
+    """Passes picks on to a policy from anywhere, which remembers them itself."""
+
+    def __init__(self, name: str, observer: PickObserver) -> None:
+        super().__init__(name)
+        self._observer = observer
+
+    def chosen(self, request: Request, slot: int, fleet: FleetView, cycle: Cycle) -> None:
+        self.call(cycle.now, fleet, self._observer.chosen, request, slot, fleet, cycle)
 
 
 class _ClampedObserver(Clamped):

@@ -13,6 +13,7 @@ minus the sum of their absolute weights, its score the share of that sum that it
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 
 import numpy as np
@@ -28,6 +29,7 @@ from fairlead.core.policy import (
     Cycle,
     Demoter,
     Filter,
+    GuardedObserver,
     Key,
     Picked,
     Picker,
@@ -37,8 +39,10 @@ from fairlead.core.policy import (
     Scorer,
     Stage,
     SteadyFilter,
+    Tell,
     highest,
     loading,
+    own,
     prefix_share,
 )
 from fairlead.core.records import Trace
@@ -64,8 +68,6 @@ def _estimate(request: Request, fleet: FleetView, cycle: Cycle) -> Terms:
     return cost(prompt, cached, fleet, cycle.now, loading(request, fleet, cycle)).read_only()
 
 
-#: Picks of which observers are not told yet: of each the request, the cycle, and the profile that made it.
-Later = list[tuple[Request, Cycle, "Profile"]]
 #: Models remembered in `Profile._passed`. The bound is needed because clients choose the names.
 _MAX_PASSED = 1024
 #: Characters of a plugin's error that a trace keeps.
@@ -92,9 +94,12 @@ class Profile:
         self._weighted = tuple((scorer, weight, scalar(weight)) for scorer, weight in scorers)
         self._points = sum(abs(weight) for _, weight in scorers)
         self._demoters = tuple((plugin.name, plugin) for plugin in filters if isinstance(plugin, Demoter))
-        plugins: list[Filter | Scorer | Picker | Profile] = [*filters, *(scorer for scorer, _ in scorers), picker, self]
-        self._observers = tuple((plugin.name, plugin) for plugin in plugins if isinstance(plugin, PickObserver))
-        self._later: Later | None = None
+        plugins: list[Filter | Scorer | Picker] = [*filters, *(scorer for scorer, _ in scorers), picker]
+        self._observers: list[tuple[str, PickObserver]] = [
+            (plugin.name, plugin) for plugin in plugins if isinstance(plugin, PickObserver)
+        ]
+        if isinstance(self, PickObserver):
+            self._observers.append((name, self if own(self) else GuardedObserver(name, self)))
         self._report = on_plugin_error
         self._turn = -1
         self._steady = all(isinstance(plugin, SteadyFilter) and plugin.steady for plugin in filters)
@@ -250,26 +255,21 @@ class Profile:
     ) -> Picked:
         if trace is not None:
             trace.outcome = "fallback" if overloaded else "picked"
-        if self._observers:
-            if self._later is None:
-                self.notify(request, slot, fleet, cycle)
-            else:
-                self._later.append((request, cycle, self))
-        share = prefix_share(request, fleet, cycle)
+        tell, share = self.teller(cycle), prefix_share(request, fleet, cycle)
         if trace is not None:
             trace.held, trace.loading = share, loading(request, fleet, cycle)
         if share is None:
-            return Picked(slot, overloaded=overloaded, trace=trace)
+            return Picked(slot, overloaded=overloaded, trace=trace, tell=tell)
         best = float(share[share.argmax()])
-        return Picked(slot, overloaded=overloaded, hit_share=float(share[slot]), best_share=best, trace=trace)
+        return Picked(
+            slot, overloaded=overloaded, hit_share=float(share[slot]), best_share=best, trace=trace, tell=tell
+        )
 
-    def notify_later(self, later: "Later") -> None:
-        """Put what observers must be told into this list from now on: a request that is not sent to the pick, because
-        the endpoint is not open, is none of theirs. The owner of the list calls `notify`."""
-        self._later = later
+    def teller(self, cycle: Cycle) -> Tell | None:
+        """Return what tells the plugins that remember picks (`PickObserver`); `None` = there are none."""
+        return partial(self._tell, cycle) if self._observers else None
 
-    def notify(self, request: Request, slot: int, fleet: FleetView, cycle: Cycle) -> None:
-        """Tell the plugins that remember picks (`PickObserver`)."""
+    def _tell(self, cycle: Cycle, request: Request, slot: int, fleet: FleetView) -> None:
         for name, observer in self._observers:
             try:
                 observer.chosen(request, slot, fleet, cycle)

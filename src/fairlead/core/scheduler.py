@@ -31,7 +31,6 @@ from msgspec import structs
 from fairlead.core import events as ev
 from fairlead.core.apis import BEGUN_ONCE
 from fairlead.core.binding import Bound
-from fairlead.core.canary import Canary
 from fairlead.core.clock import Clock
 from fairlead.core.errors import PLUGIN_FAILURES, REST_S, ConfigError, PluginError, described, hung, rests_until
 from fairlead.core.fleet import Fleet
@@ -57,7 +56,7 @@ from fairlead.core.parking import Decided, Parking, Question, Reservation
 from fairlead.core.peers import TIMER as PEERS_TIMER
 from fairlead.core.peers import Peers
 from fairlead.core.policy import Able, Answer, Context, Picked, Policy, Refused, choice_of, own
-from fairlead.core.profile import Later, Profile, in_order, runner_up
+from fairlead.core.profile import Profile, in_order, runner_up
 from fairlead.core.queues import Queues
 from fairlead.core.records import DecisionRecord, OutcomeRecord, Snapshot
 from fairlead.core.remote import RemotePolicy
@@ -238,9 +237,6 @@ class Pipeline:
                 if asked:
                     return asked
             return self._send(entry, arrived, pick or self._choose(self.policy, request, now), now)
-        self._unsaid.clear()
-        if pick is not None and isinstance(self.policy, Canary):
-            self.policy.count(pick.by, -1)
         if isinstance(outcome, Refused):
             self._unrouted(entry, arrived)
             return flow.refused(request, outcome, now, entry.client)
@@ -377,7 +373,10 @@ class Pipeline:
         pick = self._choose(question.policy or self.policy, question.request, now)
         flow = self.flow_controller
         opened = flow.opened(self.fleet, now) if flow is not None and kept is not None else None
-        return kept if kept and opened is not None and isinstance(pick, Picked) and not opened[pick.slot] else pick
+        if kept is None or opened is None or isinstance(pick, Refused) or opened[pick.slot]:
+            return pick
+        kept.tell = pick.tell
+        return kept
 
     def _bound(self, bound: Bound, now: float) -> list[Instruction]:
         """Send a waiting request to the endpoint that late binding chose, or ask a remote scheduler about it."""
@@ -389,15 +388,13 @@ class Pipeline:
             trace.snapshot = self.snapshot(self.fleet, now)
         by = bound.by or flow.policy
         pick = Picked(bound.slot, hit_share=bound.hit_share, best_share=bound.best_share, by=by, trace=trace)
-        pick.fallback_slot = bound.fallback_slot
+        pick.fallback_slot, pick.tell = bound.fallback_slot, bound.tell
         if self.parking is not None:
             opened = flow.opened(self.fleet, now)
             reservation = Reservation(opened, waiting.since, waiting.deadline, pick, waited=True)
             asked = self._ask(self.parking, entry, T.DISPATCHED, now, reservation)
             if asked:
                 return asked
-        if isinstance(self.policy, Canary):
-            self.policy.count(bound.by)
         return self._send(entry, T.DISPATCHED, pick, now, (now - waiting.since) * 1e3)
 
     def _unqueued(self, waiting: Waiting) -> RequestEntry:
@@ -428,8 +425,8 @@ class Pipeline:
     ) -> list[Instruction]:
         """Charge the request to the picked endpoint. Return the `Route`, the record and what shadows ask for."""
         request, fleet, slot = entry.request, self.fleet, pick.slot
-        if self._unsaid:
-            self._notify(request, slot)
+        if pick.tell is not None:
+            pick.tell(request, slot, fleet)
         endpoint, flow = fleet.table.endpoints[slot], self.flow_controller
         assert endpoint is not None, "policies pick among living endpoints"
         model, hit = request.target or request.model, int(pick.hit_share * request.prompt_tokens)
@@ -494,22 +491,10 @@ class Pipeline:
         self.policy, self._drawn_from = policy, drawn_from
         if isinstance(self.fleet, SharedFleet):
             self.fleet.reports.decide_by(policy.name)
-        #: Picks of which the policy's plugins are not told yet.
-        self._unsaid: Later = []
-        for side in (policy.primary, policy.canary) if isinstance(policy, Canary) else (policy,):
-            if isinstance(side, Profile):
-                side.notify_later(self._unsaid)
         #: The policy if it is one of Fairlead's profiles, whose picks need no check; else `None`.
         self._own_policy = policy if isinstance(policy, Profile) and own(policy) else None
         #: Clock seconds until which it is not called (`errors.rests_until`).
         self._rests_until = -inf
-
-    def _notify(self, request: Request, slot: int) -> None:
-        """Tell the policy's observers that the request goes to the slot."""
-        for picked, cycle, profile in self._unsaid:
-            if picked is request:
-                profile.notify(request, slot, self.fleet, cycle)
-        self._unsaid.clear()
 
     def _choose(self, policy: Policy, request: Request, now: float) -> Answer:
         try:

@@ -12,7 +12,7 @@ from fairlead.compat.load import load
 from fairlead.config.building import build_flow_controller, build_pipeline
 from fairlead.config.plugins import build_policy
 from fairlead.config.registry import GROUP, Registry
-from fairlead.core.binding import WaitingRules
+from fairlead.core.binding import Pairs, WaitingRules
 from fairlead.core.cost import cost
 from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL, Sample
 from fairlead.core.errors import NeverReturned, PluginError
@@ -330,7 +330,7 @@ def test_costs_of_waiting_requests_do_not_change_columns(name: str, said: str) -
     terms = cost(np.array([[9.0]]), shares, known, 0.0)
     rules = WaitingRules(policy, policy, errors.append)
     before = terms.ttft.copy()
-    costs = rules.costs([request()], shares, able, terms, known, 0.0)
+    costs = rules.costs(Pairs([request()], able, shares, terms), known, 0.0)
     assert np.isfinite(costs).all() and not known.table.queue.any() and np.array_equal(terms.ttft, before)
     assert said in str(errors[0])
 

@@ -1,23 +1,31 @@
 """A canary decides its share also among requests that wait, and both sides are told apart."""
 
 from collections import Counter
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from fairlead.compat.load import load
 from fairlead.config.building import build_pipeline
+from fairlead.config.registry import GROUP, Registry
 from fairlead.core.binding import Bound, PairBinder, WaitingRules
 from fairlead.core.canary import Canary, CanaryRules
 from fairlead.core.errors import NeverReturned, PluginError
 from fairlead.core.events import EndpointUp, RequestArrived, ResponseEnded
 from fairlead.core.fleet import Fleet
-from fairlead.core.flow import Waiting
+from fairlead.core.flow import EXPIRED, Waiting
+from fairlead.core.policy import Stage
 from fairlead.core.records import DecisionRecord
 from fairlead.core.request import Request
 from fairlead.plugins.policies.cost_model import CostModel
+from fairlead.plugins.policies.ranked import Ranked
+from fairlead.server.observe import exposition
+from fairlead.server.observe.component_metrics import ChooserMetrics
 from fairlead.testing import SimClock, builders
 
 NOW = 100.0
@@ -94,10 +102,12 @@ def test_the_filters_are_those_of_the_side_that_decides() -> None:
         assert found.slot == (2 if canary.takes(one(number)) else 0)
 
 
-def decided(text: str) -> tuple[Any, Counter[str]]:
-    """400 requests for two endpoints that take few: most of them wait."""
-    clock = SimClock()
-    pipeline = build_pipeline(load(text, need_endpoints=False), clock, Random(1))
+def decided(
+    text: str, registry: Registry | None = None, report: Callable[[PluginError], None] | None = None
+) -> list[DecisionRecord]:
+    """400 requests for two endpoints that take few: most of them wait if there is flow control."""
+    config = load(text, need_endpoints=False, registry=registry)
+    pipeline = build_pipeline(config, SimClock(), Random(1), registry=registry, on_plugin_error=report)
     for name in ("e0", "e1"):
         pipeline.handle(EndpointUp(builders.endpoint(name)))
     records: list[DecisionRecord] = []
@@ -109,14 +119,12 @@ def decided(text: str) -> tuple[Any, Counter[str]]:
     for request in waiting:
         handle(RequestArrived(request))
     waited = len(waiting) - len(records)
+    assert waited > 300 or "false" in text
     while done < len(records):
         handle(ResponseEnded(request_id=records[done].request.id, status=200))
         done += 1
-    assert done == len(waiting) and waited > 300
-    takes = pipeline.policy.takes
-    for record in records:
-        assert record.policy == ("canary:cost-model" if takes(record.request) else "cost-model")
-    return pipeline, Counter(record.policy for record in records)
+    assert done == len(waiting)
+    return records
 
 
 SAME_TYPE = "canary: {policy: {type: cost-model, parameters: {decode: 0}}, percent: 30}\n"
@@ -124,9 +132,64 @@ QUEUE = "flowControl: {saturation: {type: concurrency-detector, maxConcurrency: 
 
 
 def test_a_canary_of_the_same_type_decides_its_share_of_those_that_wait_and_is_told_apart() -> None:
-    pipeline, by = decided(SAME_TYPE + QUEUE)
-    assert 80 <= by["canary:cost-model"] <= 160
-    assert pipeline.policy.decided == {"primary": by["cost-model"], "canary": by["canary:cost-model"]}
+    records, watch = decided(SAME_TYPE + QUEUE), ChooserMetrics(registry := exposition.Registry())
+    by = Counter(record.policy for record in records)
+    assert 80 <= by["canary:cost-model"] <= 160 and by.total() == by["canary:cost-model"] + by["cost-model"]
+    canary = Canary(CostModel(), CostModel(), 30.0, label="canary:cost-model")
+    assert all((record.policy == canary.label) is canary.takes(record.request) for record in records)
+    watch.follow({}, canary)
+    expired = replace(records[0], outcome=EXPIRED, endpoint="")
+    watch.on_decisions([*records, expired])
+    page = b"".join(exposition.page_of([registry])).decode()
+    assert f'fairlead_canary_decisions_total{{side="canary"}} {by["canary:cost-model"]}' in page
+    assert f'fairlead_canary_decisions_total{{side="primary"}} {by["cost-model"]}' in page
+
+
+class Fails:
+    """A filter that fails once there is a queue: late binding asks it, too."""
+
+    name, stage = "fails", Stage.ABILITY
+
+    def keep(self, request: Any, fleet: Any, cycle: Any) -> Any:
+        if fleet.table.queue.max() >= 2.0:
+            raise KeyError("filter")
+
+
+class OwnFilter(Ranked):
+    type = "own-filter"
+
+    def __init__(self, params: Any, name: str, filters: Any = ()) -> None:
+        super().__init__(params, name, [Fails(), *filters])
+
+    def cost(self, request: Any, fleet: Any, cycle: Any) -> Any:
+        return fleet.table.queue + 0.0
+
+
+class FailsToRemember(Ranked):
+    type = "fails-to-remember"
+
+    def cost(self, request: Any, fleet: Any, cycle: Any) -> Any:
+        return fleet.table.queue + 0.0
+
+    def chosen(self, request: Any, slot: int, fleet: Any, cycle: Any) -> None:
+        fleet.table.kv[slot] = 1.0
+
+
+REGISTRY = Registry(
+    lambda: [EntryPoint(cls.type, f"{__name__}:{cls.__name__}", GROUP) for cls in (OwnFilter, FailsToRemember)]
+)
+
+
+@pytest.mark.parametrize("flow", [QUEUE, "flowControl: {enabled: false}\n"])
+@pytest.mark.parametrize(("name", "plugin"), [("own-filter", "fails"), ("fails-to-remember", "fails-to-remember")])
+def test_what_fails_beside_its_choice_costs_no_request(name: str, plugin: str, flow: str) -> None:
+    told: list[PluginError] = []
+    records = decided(f"canary: {{policy: {name}, percent: 30}}\n{flow}", REGISTRY, told.append)
+    assert len(records) == 400
+    assert {error.plugin for error in told} <= {plugin}
+    if name == "fails-to-remember":
+        assert len(told) == sum(record.policy == "canary:fails-to-remember" for record in records)
+        assert "wrote to kv of fleet.table, which are read only" in str(told[0])
 
 
 def test_processes_that_number_alike_assign_differently() -> None:

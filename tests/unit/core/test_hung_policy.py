@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fairlead.core import events as ev
-from fairlead.core.binding import WaitingRules
+from fairlead.core.binding import Pairs, WaitingRules
 from fairlead.core.columns import FloatColumn
 from fairlead.core.cost import cost
 from fairlead.core.endpoint import Endpoint
@@ -163,5 +163,5 @@ def test_late_binding_does_not_ask_it_either() -> None:
     for now, calls in ((0.0, 1), (1.0, 2), (REST_S, 2), (REST_S + 1.0, 3)):
         prompts, shares = np.array([[10.0]]), np.zeros((1, 1))
         terms, able = cost(prompts, shares, fleet, now, None), np.ones((1, 1), dtype=np.bool_)
-        rules.costs([Request(id=1, arrived=0.0)], shares, able, terms, fleet, now)
+        rules.costs(Pairs([Request(id=1, arrived=0.0)], able, shares, terms), fleet, now)
         assert policy.calls == len(errors) == calls

@@ -9,7 +9,7 @@ from fairlead.core.canary import Canary
 from fairlead.core.columns import FloatColumn
 from fairlead.core.errors import PluginError
 from fairlead.core.fleet import Fleet
-from fairlead.core.policy import Context, Cycle, Filter, Picked, Scorer, Stage, clamped
+from fairlead.core.policy import Context, Cycle, Filter, Picked, Scorer, Stage, clamped, told
 from fairlead.core.profile import Profile
 from fairlead.core.request import Request
 from fairlead.plugins.params import NoParams
@@ -51,19 +51,20 @@ def choose(
     report = None if errors is None else errors.append
     profile = Profile("p", filters, scorers, RoundRobin(NoParams()), report)
     context = Context(0.0, Random(1))
-    picks = [profile.choose(request(), fleet("e0", "e1"), context) for _ in range(3)]
+    asked, known = request(), fleet("e0", "e1")
+    picks = [told(profile.choose(asked, known, context), asked, known) for _ in range(3)]
     return [pick.slot if isinstance(pick, Picked) else -1 for pick in picks]
 
 
 def test_every_choice_is_told_to_filters_and_scorers_even_behind_a_clamp() -> None:
-    told, behind, filtering = Told(), Told(), Told()
-    slots = choose([filtering], [(told, 1.0), (clamped(behind), 1.0)])
-    assert told.slots == behind.slots == filtering.slots == slots == [0, 1, 0]
+    first, behind, filtering = Told(), Told(), Told()
+    slots = choose([filtering], [(first, 1.0), (clamped(behind), 1.0)])
+    assert first.slots == behind.slots == filtering.slots == slots == [0, 1, 0]
 
 
 def test_the_fallback_is_told_too_and_a_refusal_is_not() -> None:
-    told = Told()
-    assert choose([Nobody(hard=False)], [(told, 1.0)]) == told.slots == [0, 1, 0]
+    shown = Told()
+    assert choose([Nobody(hard=False)], [(shown, 1.0)]) == shown.slots == [0, 1, 0]
     refused = Told()
     assert choose([Nobody(hard=True)], [(refused, 1.0)]) == [-1, -1, -1]
     assert refused.slots == []
@@ -71,9 +72,9 @@ def test_the_fallback_is_told_too_and_a_refusal_is_not() -> None:
 
 def test_one_that_raises_is_reported_and_the_others_still_hear() -> None:
     errors: list[PluginError] = []
-    broken, told = Told(RuntimeError("oops"), "broken"), Told()
-    assert choose([], [(broken, 1.0), (told, 1.0)], errors) == [0, 1, 0]
-    assert told.slots == [0, 1, 0]
+    broken, shown = Told(RuntimeError("oops"), "broken"), Told()
+    assert choose([], [(broken, 1.0), (shown, 1.0)], errors) == [0, 1, 0]
+    assert shown.slots == [0, 1, 0]
     assert [error.plugin for error in errors] == ["broken"] * 3
 
 
@@ -94,8 +95,9 @@ def test_a_choice_that_is_discarded_for_a_failed_plugin_is_shown_to_none(where: 
     scorers: list[tuple[Scorer, float]] = [(shown, 1.0), *([(failing, 1.0)] if where == "scorer" else [])]
     profile = Profile("p", [], scorers, RoundRobin(NoParams()) if where == "scorer" else Strays(NoParams()))
     canary = Canary(LeastRequests(), profile, 100.0, errors.append)
-    assert isinstance(canary.choose(request(), fleet("e0", "e1"), Context(0.0, Random(1))), Picked)
-    assert canary.decided == {"primary": 1, "canary": 0}
+    asked, known = request(), fleet("e0", "e1")
+    pick = told(canary.choose(asked, known, Context(0.0, Random(1))), asked, known)
+    assert isinstance(pick, Picked) and pick.by == ""
     assert [error.plugin for error in errors] == ["failing" if where == "scorer" else profile.picker.name]
     assert shown.slots == failing.slots == []
 
@@ -104,8 +106,9 @@ def test_failures_are_counted_by_plugin(caplog: pytest.LogCaptureFixture) -> Non
     watch = Watch(Fleet(), lambda: 0.0)
     broken = Told(RuntimeError("oops"), "broken")
     profile = Profile("p", [], [(broken, 1.0)], RoundRobin(NoParams()), watch.on_plugin_error)
+    asked, known = request(), fleet()
     for _ in range(3):
-        profile.choose(request(), fleet(), Context(0.0, Random(1)))
+        told(profile.choose(asked, known, Context(0.0, Random(1))), asked, known)
     page = b"".join(watch.exposition()).decode()
     assert 'fairlead_plugin_errors_total{plugin_name="broken"} 3' in page
     assert any("a plugin failed" in record.message for record in caplog.records)

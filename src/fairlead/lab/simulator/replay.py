@@ -34,7 +34,7 @@ from fairlead.core.events import (
     StreamLost,
     UsageReported,
 )
-from fairlead.core.policy import Answer, Context, Picked, Policy, Refused, choose_or_raise
+from fairlead.core.policy import Answer, Context, Picked, Policy, Refused, choose_or_raise, told
 from fairlead.core.records import DecisionRecord, Trace
 from fairlead.core.reports import SharedFleet
 from fairlead.core.request import Request
@@ -70,7 +70,9 @@ class Guided(Struct, frozen=True):
         held = fleet.match(request)
         share = 0.0 if held is None else float(held[slot if prefill < 0 else prefill])
         best = pick.best_share if isinstance(pick, Picked) else 0.0
-        return Picked(slot, prefill_slot=prefill, hit_share=share, best_share=max(best, share), trace=pick.trace)
+        tell = pick.tell if isinstance(pick, Picked) else None
+        best = max(best, share)
+        return Picked(slot, prefill_slot=prefill, hit_share=share, best_share=best, trace=pick.trace, tell=tell)
 
 
 class Beside(Struct, frozen=True):
@@ -90,7 +92,8 @@ class Beside(Struct, frozen=True):
         chance = Random(0)
         chance.setstate(context.rng.getstate())
         try:
-            pick = choose_or_raise(self.guide, request, fleet, Context(context.now, chance))
+            asked = choose_or_raise(self.guide, request, fleet, Context(context.now, chance))
+            pick = told(asked, request, fleet)
             self.answers[request.id] = _name(pick, fleet), pick.trace
         except PLUGIN_FAILURES as error:
             self.errors.append(of_plugin(self.guide.name, error))

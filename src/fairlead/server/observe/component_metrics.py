@@ -18,7 +18,7 @@ from fairlead.apis.tokens import PromptTokeniser
 from fairlead.core.beginnings import Beginnings
 from fairlead.core.canary import Canary
 from fairlead.core.policy import Policy
-from fairlead.core.records import ShadowRecord, ShadowVerdict
+from fairlead.core.records import DecisionRecord, ShadowRecord, ShadowVerdict
 from fairlead.core.remote import STATES, RemotePolicy
 from fairlead.gateway.envoy.admin import Vitals
 from fairlead.gateway.h2_limits import ByteBudget
@@ -26,6 +26,7 @@ from fairlead.server.journal.recorder import Counts
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.instruments import Histogram, Readings, counters, gauges, histograms
 from fairlead.server.observe.log import get
+from fairlead.server.observe.metrics import UNDECIDED
 from fairlead.server.observe.troubles import HOLD_S, Happened
 from fairlead.server.replicas import Replicas
 from fairlead.server.state import StateCounts
@@ -46,7 +47,8 @@ class ChooserMetrics:
     def __init__(self, registry: Registry) -> None:
         #: Schedulers in other processes, by name.
         self.remotes: Mapping[str, RemotePolicy] = {}
-        self._decides: Canary | None = None
+        #: The name under which a canary's decisions are recorded; empty = there is no canary.
+        self._label = ""
         self._sums = counters("scheduler", "event")
         self._fallbacks = counters("scheduler", "reason")
         self._connected = gauges("scheduler")
@@ -62,12 +64,18 @@ class ChooserMetrics:
         show("fairlead_scheduler_breaker", "1 for the current state of the circuit breaker.", self._breaker)
         show("fairlead_scheduler_breaker_opened_total", "How often the circuit breaker opened.", self._opened)
         show("fairlead_scheduler_answer_seconds", "Time from question to answer, within the budget.", self._took)
-        show("fairlead_canary_decisions_total", "Decisions made here, by the side that made them.", self._canary)
+        show("fairlead_canary_decisions_total", "Decisions, by the side that made them.", self._canary)
 
     def follow(self, remotes: Mapping[str, RemotePolicy], policy: Policy) -> None:
         """Call this at the start and after each reload. `policy` is the deciding one, which may be a canary."""
         self.remotes = remotes
-        self._decides = policy if isinstance(policy, Canary) else None
+        self._label = policy.label if isinstance(policy, Canary) else ""
+
+    def on_decisions(self, records: Sequence[DecisionRecord]) -> None:
+        if self._label:
+            for record in records:
+                if record.outcome not in UNDECIDED:
+                    self._canary.child("canary" if record.policy == self._label else "primary").value += 1
 
     def took(self, scheduler: str) -> Histogram:
         """The histogram of how many seconds the scheduler's answers take."""
@@ -87,9 +95,6 @@ class ChooserMetrics:
             for state in STATES:
                 self._breaker.child(name, state).set(policy.breaker.state == state)
             self._opened.child(name).value = policy.breaker.opened
-        if self._decides is not None:
-            for side, count in self._decides.decided.items():
-                self._canary.child(side).value = count
 
 
 #: Bounds of the histogram of seconds that a shadow takes for a decision.

@@ -52,7 +52,7 @@ MOST_DECLARED = 200
 _SERVER_ERROR = "ModelServerError"
 _ERROR_CODES = {429: "ResourceExhausted", 503: "ServiceUnavailable", 500: "Internal"}
 #: Refusals before or without a search for an endpoint. As in the reference picker, they are no failed attempts.
-_UNDECIDED = (SATURATED, EXPIRED, SHUTTING_DOWN, LEFT.reason, MODEL_NOT_FOUND)
+UNDECIDED = (SATURATED, EXPIRED, SHUTTING_DOWN, LEFT.reason, MODEL_NOT_FOUND)
 
 
 _REQUEST_ID, _ENDPOINT, _OVERLOADED = attrgetter("request.id"), attrgetter("endpoint"), attrgetter("overloaded")
@@ -415,7 +415,7 @@ class SchedulerMetrics:
         families.rejected.child(record.outcome).value += 1
         if record.outcome != LEFT.reason:  # a client that disconnects is no error
             self._error(bundle, error_code(record.status), record.status)
-        if record.outcome not in _UNDECIDED:
+        if record.outcome not in UNDECIDED:
             families.attempts.child("failure", bundle.labels[1], "", "", "").value += 1
         if record.outcome == SATURATED:
             self._overloaded_at = record.at

@@ -170,6 +170,7 @@ class Watch:
             decisions, durations = zip(*timed, strict=True)
             self.metrics.on_decisions(decisions, durations)
             self.queue.on_decisions(decisions)
+            self.choosers.on_decisions(decisions)
             self.journal.on_decisions(decisions)
             self._count_prompts(decisions)
         if outcomes:

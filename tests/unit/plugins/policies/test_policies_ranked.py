@@ -9,7 +9,7 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 
-from fairlead.core.binding import Bound, PairBinder, WaitingRules
+from fairlead.core.binding import Bound, PairBinder, Pairs, WaitingRules
 from fairlead.core.errors import PluginError
 from fairlead.core.events import EndpointUp, RequestArrived
 from fairlead.core.fleet import Fleet
@@ -155,7 +155,7 @@ def test_a_policy_that_ends_the_process_has_failed_like_others() -> None:
     binder = WaitingRules(policy, policy, print)
     known = fleet("e0", "e1", "e2")
     terms = estimate(request(), known, Cycle(Context(0.0, Random(0))))
-    binder.costs([request()], np.zeros((1, 3)), np.ones((1, 3), np.bool_), terms, known, 0.0)
+    binder.costs(Pairs([request()], np.ones((1, 3), np.bool_), np.zeros((1, 3)), terms), known, 0.0)
 
 
 def test_a_policy_by_cost_has_a_cost() -> None:
