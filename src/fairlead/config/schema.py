@@ -560,6 +560,9 @@ class Models(Section):
         "of `.yaml`, `.yml` and `.json` files.",
     )
     watch: bool = Field(default=True, description="Read `file` again when it changes.")
+    allow_empty: bool = Field(
+        default=False, description="Let an empty `file` remove all its definitions; otherwise they stay."
+    )
     pool: str = Field(default="", description="Only objects for this pool count; empty = all.")
     namespace: str = Field(default="", description="Only objects of this namespace count; empty = all.")
     unmatched: Literal["reject", "pass"] = Field(

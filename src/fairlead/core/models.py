@@ -116,6 +116,11 @@ class ModelSet(Struct, frozen=True):
     objectives: tuple[InferenceObjective, ...] = ()
     rewrites: tuple[InferenceModelRewrite, ...] = ()
 
+    @property
+    def size(self) -> int:
+        """The number of objects."""
+        return len(self.models) + len(self.objectives) + len(self.rewrites)
+
     def of_pool(self, pool: str = "", namespace: str = "") -> "ModelSet":
         """Return the objects of the namespace that apply to the pool. An empty name matches all."""
         return self.where(lambda item: item.origin.is_for(pool, namespace))

@@ -285,6 +285,11 @@ class Manifests(Struct, frozen=True):
     #: Not problems, but worth knowing.
     notes: tuple[Problem, ...] = ()
 
+    @property
+    def empty(self) -> bool:
+        """Whether the file has no objects, also of other kinds: those are noted."""
+        return not (self.models.size or self.problems or self.notes)
+
 
 def read_manifests(text: bytes) -> Manifests:
     """Read all documents of a YAML or JSON text."""

@@ -7,13 +7,15 @@ Rules
 * A file with any problem changes nothing: its last good content stays in force, and its problems are reported once.
   Half of a definition could send a whole model's traffic elsewhere. If a file is removed, its objects are removed. If
   the whole path is gone, the objects stay, because then something else is wrong.
+* A file that has become empty, or a directory without any file left, changes nothing either, unless `allow_empty`: more
+  often than not, what writes it has failed. Without its names, a server would be asked for the names of clients.
 * If two files contain the same object, the first file's counts.
 """
 
 import asyncio
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from itertools import starmap
@@ -31,6 +33,8 @@ from fairlead.pool.watched_files import WatchedFiles, read_regular
 SUFFIXES = (".yaml", ".yml", ".json")
 MAX_FILES = 1000
 
+_EMPTY = "models.allowEmpty: true "
+
 #: Receives a file and a problem in it, which may be a warning.
 Report = Callable[[str, Problem], object]
 
@@ -45,18 +49,22 @@ class ModelsFile:
         report: Report,
         *,
         watch: bool = True,
+        allow_empty: bool = False,
         poll_s: float = 0.5,
     ) -> None:
         self._path = Path(path)
         self._feed = feed
         self._report = report
         self._watch = watch
+        self._allow_empty = allow_empty
         self._watched = WatchedFiles(lambda: files_of(self._path), self._load, poll_s, "model names")
         #: By file: the content that was read last, and the last manifests without problems.
         self._texts: dict[str, bytes] = {}
         self._used: dict[str, Manifests] = {}
         #: The first problem of each file whose present content is not usable.
         self._unusable: dict[str, str] = {}
+        #: Of each path that is empty, and was not before or was so at the start: what was said of it.
+        self._emptied: dict[str, str] = {}
         self._complaint = ""
         #: The definitions in force; `None` until all files were read and parsed once.
         self.models: ModelSet | None = None
@@ -75,7 +83,7 @@ class ModelsFile:
     @property
     def problem(self) -> str:
         """What of the files is not in force, and why; empty = all of them are."""
-        return self._complaint or next(iter(self._unusable.values()), "")
+        return self._complaint or next(iter({**self._unusable, **self._emptied}.values()), "")
 
     async def _load(self) -> None:
         try:
@@ -92,8 +100,11 @@ class ModelsFile:
 
     def _take(self, read: Mapping[str, Manifests]) -> None:
         used = {name: manifests for name, manifests in self._used.items() if name in self._texts}
-        kept = self._texts.keys() - read.keys()
+        kept, emptied = self._texts.keys() - read.keys(), self._emptied
         self._unusable = {name: problem for name, problem in self._unusable.items() if name in kept}
+        self._emptied = {name: problem for name, problem in emptied.items() if name in kept}
+        if not self._texts and self._is_emptied(str(self._path), self._used.values(), emptied):
+            used = self._used
         for name, manifests in read.items():
             for problem in manifests.problems:
                 self._report(name, problem)
@@ -101,6 +112,8 @@ class ModelsFile:
                 self._report(name, replace(note, warning=True))
             if manifests.problems:
                 self._unusable[name] = manifests.problems[0].render(name)
+            elif manifests.empty and self._is_emptied(name, [used.get(name, manifests)], emptied):
+                continue
             else:
                 used[name] = manifests
         self._used = used
@@ -110,6 +123,20 @@ class ModelsFile:
         if models != self.models:
             self.models = models
             self._feed(models)
+
+    def _is_emptied(self, path: str, before: Iterable[Manifests], emptied: Mapping[str, str]) -> bool:
+        """Whether a path that is empty does not count, because it defined something `before` or is so at the start.
+        Reports it, unless it was `emptied` earlier."""
+        known = sum(manifests.models.size for manifests in before)
+        if self._allow_empty or not (known or path in emptied or self.models is None):
+            return False
+        problem = Problem("", 0, f"{path} is empty: it defines no names", f"{_EMPTY}if that is meant")
+        if known:
+            problem = Problem("", 0, f"{path} is empty: its {known} definitions stay", f"{_EMPTY}takes them away")
+        self._emptied[path] = str(problem)
+        if emptied.get(path) != str(problem):
+            self._report(path, problem)
+        return True
 
     def _joined(self) -> ModelSet:
         owners: dict[tuple[type, str], str] = {}
@@ -168,6 +195,7 @@ async def follow_models(
         lambda model_set: feed(model_set.of_pool(settings.pool, settings.namespace)),
         reported,
         watch=settings.watch,
+        allow_empty=settings.allow_empty,
     )
     stack.push_async_callback(models.close)
     await models.start()

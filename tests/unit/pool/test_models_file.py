@@ -5,6 +5,7 @@ import errno
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -50,12 +51,12 @@ def heard() -> Heard:
 
 
 @pytest.fixture
-async def follow(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[Path], ModelsFile]]:
+async def follow(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator["Follow"]:
     monkeypatch.setattr(watched_files, "SETTLE_S", 0.02)
     files: list[ModelsFile] = []
 
-    def make(path: Path) -> ModelsFile:
-        files.append(ModelsFile(path, heard.feed, heard.report, poll_s=0.02))
+    def make(path: Path, *, allow_empty: bool = False) -> ModelsFile:
+        files.append(ModelsFile(path, heard.feed, heard.report, allow_empty=allow_empty, poll_s=0.02))
         return files[-1]
 
     yield make
@@ -63,7 +64,8 @@ async def follow(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         await file.close()
 
 
-Follow = Callable[[Path], ModelsFile]
+class Follow(Protocol):
+    def __call__(self, path: Path, *, allow_empty: bool = False) -> ModelsFile: ...
 
 
 async def test_a_file_that_changes(tmp_path: Path, heard: Heard, follow: Follow) -> None:
@@ -149,6 +151,58 @@ async def test_a_directory(tmp_path: Path, heard: Heard, follow: Follow) -> None
     assert file.problem.startswith(f"{tmp_path / 'b.yaml'}:1: ")
     (tmp_path / "b.yaml").unlink()
     await heard.until(lambda: heard.sets[2:] == [""])
+    assert not file.problem
+
+
+@pytest.mark.parametrize("text", ["", "---\n# nothing\n", "null\n", '{"kind": "List", "items": []}'])
+async def test_a_file_that_becomes_empty_is_believed_only_if_that_is_allowed(
+    text: str, tmp_path: Path, heard: Heard, follow: Follow
+) -> None:
+    path = tmp_path / "m.yaml"
+    path.write_text(model("a") + "---\n" + model("b"))
+    careful, believing = follow(path), follow(path, allow_empty=True)
+    await careful.start()
+    await believing.start()
+    path.write_text(text)
+    await heard.until(lambda: heard.problems and "" in heard.sets)
+    said = f"{path} is empty: its 2 definitions stay (models.allowEmpty: true takes them away)"
+    assert (heard.problems, careful.problem, believing.problem) == ([f"m.yaml: {said}"], said, "")
+    assert heard.sets == ["a=t b=t", "a=t b=t", ""]
+    path.write_text("kind: Deployment\n")
+    await heard.until(lambda: heard.sets[3:] == [""])
+    assert not careful.problem, "whoever wrote this left them out"
+
+
+async def test_a_file_that_is_empty_at_the_start_is_told(tmp_path: Path, heard: Heard, follow: Follow) -> None:
+    path = tmp_path / "m.yaml"
+    path.write_text("")
+    careful, believing = follow(path), follow(path, allow_empty=True)
+    await careful.start()
+    await believing.start()
+    said = f"{path} is empty: it defines no names (models.allowEmpty: true if that is meant)"
+    assert (heard.sets, heard.problems, careful.problem) == (["", ""], [f"m.yaml: {said}"], said)
+    assert not believing.problem
+    path.write_text(model("a"))
+    await heard.until(lambda: heard.sets[2:] == ["a=t", "a=t"])
+    assert not careful.problem
+
+
+async def test_of_a_directory_each_file_and_the_last_one_count(tmp_path: Path, heard: Heard, follow: Follow) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.yaml").write_text(model(name))
+    file = follow(tmp_path)
+    await file.start()
+    (tmp_path / "b.yaml").write_text("")
+    await heard.until(lambda: heard.problems)
+    assert file.problem.startswith(f"{tmp_path}/b.yaml is empty: its 1 definitions stay")
+    (tmp_path / "b.yaml").unlink()
+    await heard.until(lambda: heard.sets == ["a=t b=t", "a=t"])
+    assert not file.problem
+    (tmp_path / "a.yaml").unlink()
+    await heard.until(lambda: heard.problems[1:])
+    assert file.problem.startswith(f"{tmp_path} is empty: its 1 definitions stay"), "its volume may be gone"
+    (tmp_path / "c.yaml").write_text(model("c"))
+    await heard.until(lambda: heard.sets[2:] == ["c=t"])
     assert not file.problem
 
 
