@@ -396,13 +396,13 @@ async def test_header_targets_count_only_if_trusted(tmp_path: Path) -> None:
 
 
 async def test_with_the_stub(tmp_path: Path) -> None:
-    """A base model and an adapter, at a server with the real one's answers."""
+    """A base model and an adapter, at a server with the real one's answers: they have its first name."""
     names = model("chat", ("base", 1)) + model("tuned", ("adapter", 1)) + model("broken", ("missing", 1))
     prompts = {
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
         "/v1/completions": {"prompt": "x"},
     }
-    stub = StubPool(StubConfig(model="base", loras=("adapter",), time_ratio=20.0), 2)
+    stub = StubPool(StubConfig(model="first", aliases=("base",), loras=("adapter",), time_ratio=20.0), 2)
     async with stub as pool, world(EMBEDDED, tmp_path, names, pool.addresses, policy="default") as w:
         for name in ("chat", "tuned"):
             for path, prompt in prompts.items():

@@ -47,12 +47,13 @@ def ends_escaping(data: bytes, position: int, stop: int) -> bool:
 # Maps the model's name back in a response that arrives in chunks, which may be cut anywhere.
 #
 # Rules
-# * A client that asked for A and was served by B reads A: every `"model": "B"` becomes `"model": "A"`, and no other
-#   byte changes. The same text inside a string or at a greater depth is left alone.
+# * A client that asked for A reads A: every `"model": "B"` becomes `"model": "A"`, and no other byte changes. B is any
+#   name, because engines answer with another than they are asked for: vLLM with its first `--served-model-name`. The
+#   same text inside a string or at a greater depth is left alone.
 # * Names are looked for at the top level of a JSON document, and in its member `response` (events of the Responses
 #   API) or `message` (Anthropic's `message_start`).
-# * All bytes are passed on immediately, except a string that may turn out to be the name. It is held up to six bytes
-#   (an escape) per UTF-16 unit of the name. So a stream is never delayed, and memory is bounded.
+# * All bytes are passed on immediately, except a name that is not complete, of up to `_LONGEST` bytes: what is longer
+#   is no name. So a stream is never delayed, and memory is bounded.
 # * In a stream (`text/event-stream`), each event has one document: its `data:` lines, joined by line ends. LF, CR and
 #   CRLF end a line (HTML Living Standard §9.2.6). A bare line with an object counts too, as for `UsageScanner`.
 # * A document that is not a JSON object passes unread. The time is linear for any bytes.
@@ -68,6 +69,8 @@ _LINE_END = re.compile(rb"[\r\n]")
 #: Members of the top level that are objects and name the model too.
 _NESTED = (b'"response"', b'"message"')
 _MODEL = b'"model"'
+#: The longest name, as it is written. Names may be paths.
+_LONGEST = 4096
 #: Longer keys are not compared: none of the keys above is that long, even with every character escaped.
 _MAX_KEY = 64
 
@@ -85,18 +88,17 @@ class _Documents:
     """Scans documents. `begin` a chunk and `scan` its ranges; `finish` returns the bytes to pass on."""
 
     __slots__ = (
-        "_chunk", "_depth", "_escaped", "_held", "_in_value", "_kept", "_key", "_limit", "_mode", "_named", "_out",
-        "_shown", "_target", "found_at", "matches", "text",
+        "_chunk", "_depth", "_escaped", "_held", "_in_value", "_kept", "_key", "_mode", "_named", "_out",
+        "_same_length", "_shown", "found", "found_at", "matches",
     )  # fmt: skip
 
-    def __init__(self, target: str, shown: str) -> None:
-        self._target = target
-        self.text = json_string(target)
+    def __init__(self, shown: str, same_length: bool) -> None:
         self._shown = json_string(shown)
-        self._limit = 6 * len(target.encode("utf-16-le", "surrogatepass")) // 2 + 2
+        self._same_length = same_length
         self._chunk = b""
-        #: The number of names found in this chunk, and the offset behind the last; 0 = it is not spelled as `text`.
+        #: The number of names replaced in this chunk, the offset behind the last, and the last as it is written.
         self.matches = self.found_at = 0
+        self.found = b""
         self._out: list[bytes] = []
         #: The offset up to which the chunk is in `_out` or held.
         self._kept = 0
@@ -149,7 +151,7 @@ class _Documents:
         return self._mode == _START
 
     def replace(self, start: int, stop: int) -> None:
-        """Replace a range of the chunk that was not scanned: it is the name."""
+        """Replace a range of the chunk that was not scanned: it is a name."""
         self._out += (self._chunk[self._kept : start], self._shown)
         self._kept = stop
 
@@ -238,24 +240,14 @@ class _Documents:
         self._held += chunk[begin:end]
         if closed:
             self._mode = _OUT
-            if self._held == self.text or _means(self._held, self._target):
+            if not self._same_length or len(self._held) == len(self._shown):
                 self.matches += 1
-                self.found_at = end if self._held == self.text else 0
+                self.found_at, self.found = end, bytes(self._held)
                 self._held[:] = self._shown
             self.release()
-        elif len(self._held) > self._limit:
+        elif len(self._held) > _LONGEST:
             self._mode = _STRING
             self.release()
-
-
-def _means(string: bytearray, text: str) -> bool:
-    """Whether a JSON string with escapes decodes to `text`."""
-    if _BACKSLASH not in string:
-        return False
-    try:
-        return bool(json.loads(string) == text)
-    except ValueError:
-        return False
 
 
 def _unescaped(key: bytes) -> bytes:
@@ -266,19 +258,21 @@ def _unescaped(key: bytes) -> bytes:
 
 
 class ModelRenamer:
-    """Takes every chunk of one response body and renames the model. `stream`: the body is `text/event-stream`."""
+    """Takes every chunk of one response body and renames the model to `shown`. `stream`: the body is
+    `text/event-stream`. `same_length`: the body may not change its length, so names of other lengths stay."""
 
-    __slots__ = ("_after_cr", "_beginning", "_documents", "_line", "_matched", "_stream")
+    __slots__ = ("_after_cr", "_beginning", "_documents", "_line", "_matched", "_name", "_stream")
 
-    def __init__(self, target: str, shown: str, stream: bool) -> None:
-        self._documents = _Documents(target, shown)
+    def __init__(self, shown: str, stream: bool, same_length: bool = False) -> None:
+        self._documents = _Documents(shown, same_length)
         self._stream = stream
         #: For a stream: the rest of the line is data (True) or not (False); `None` = the line has just begun.
         self._line: bool | None = None
         self._matched = 0
         self._after_cr = False
-        #: For a stream: the beginning of an earlier event, name included. Events of a response begin alike.
-        self._beginning = b""
+        #: For a stream: the beginning of an earlier event, name included, and that name. Events of a response begin
+        #: alike.
+        self._beginning = self._name = b""
 
     def feed(self, chunk: bytes, end: bool = False) -> bytes:
         """Take a chunk and return the bytes to pass on. `end`: the last chunk, so nothing is held. Never raises."""
@@ -311,7 +305,7 @@ class ModelRenamer:
             if self._line:
                 documents.scan(position, end)
                 if begun >= 0 and documents.matches == before + 1 and documents.found_at - begun <= _MAX_BEGINNING:
-                    self._beginning = chunk[begun : documents.found_at]
+                    self._beginning, self._name = chunk[begun : documents.found_at], documents.found
             begun = -1
             position = end
             if line_end:
@@ -326,7 +320,7 @@ class ModelRenamer:
             end = chunk.find(b"\n\n", start)
             if end < 0 or any(chunk.find(token, start, end) >= 0 for token in _NOT_KNOWN):
                 break
-            documents.replace(start - len(documents.text), start)
+            documents.replace(start - len(self._name), start)
             self._after_cr = False
             position = end + 2
         return position

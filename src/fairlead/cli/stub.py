@@ -58,6 +58,12 @@ _EngineType = Annotated[
     ),
 ]
 _Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of the first replica; the others follow. 0 = any.")]
+_Model = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME", help="Served model; repeat for more names. Answers have the first.", show_default="the preset's"
+    ),
+]
 _MaxLoras = Annotated[
     int, typer.Option(metavar="N", min=0, help="Adapters in one batch.", show_default="1 with --lora")
 ]
@@ -127,7 +133,7 @@ def stub(
     port: _Port = 8000,
     replicas: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Number of model servers.")] = 1,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    model: Annotated[str, typer.Option(metavar="NAME", help="Served model.", show_default="the preset's")] = "",
+    model: _Model = None,
     engine: _Engine = "qwen3-32b-h100",
     engine_type: _EngineType = "vllm",
     time_ratio: Annotated[float, typer.Option(metavar="N", help="How many times faster than real time.")] = 1.0,
@@ -171,6 +177,8 @@ def stub(
                 ctx,
                 StubConfig,
                 preset=engine_argument(engine),
+                model="".join((model or [])[:1]),
+                aliases=tuple((model or [])[1:]),
                 engine=None,  # the option `--engine` names a preset, not the field of the same name
                 loras=tuple(lora or ()),
                 natural_output=output_tokens,

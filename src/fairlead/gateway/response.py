@@ -8,7 +8,7 @@ Rules of renaming
 * Only responses that can be read are renamed: uncompressed JSON and event streams.
 * The other name may have another length, so the response must not carry its content length. If the gateway shows the
   headers, their answer removes it. If not, the gateway announces (`RESIZABLE_METADATA`) that it removes the length
-  itself; without that, the name is mapped only if both names are equally long.
+  itself; without that, a name is mapped only if it is as long as the client's.
 """
 
 import re
@@ -18,7 +18,6 @@ from typing import Any
 from fairlead.apis.errors import grpc_error
 from fairlead.apis.rename import ModelRenamer
 from fairlead.apis.response import Scanner, scanner_for, scanner_unseen
-from fairlead.apis.splice import json_string
 from fairlead.core.apis import (
     CHAT,
     COMPLETIONS,
@@ -199,15 +198,12 @@ class ResponseWatch:
 class Renaming:
     """Renames the model in a response. `resizable`: the gateway announced it. `stream`: the request asked for one."""
 
-    __slots__ = ("_mode", "_renamer", "_shown", "_target")
+    __slots__ = ("_mode", "_renamer", "_shown")
 
-    def __init__(self, target: str, shown: str, mode: BodyMode, stream: bool, resizable: bool) -> None:
-        self._target = target
+    def __init__(self, shown: str, mode: BodyMode, stream: bool, resizable: bool) -> None:
         self._shown = shown
         self._mode = mode
-        self._renamer: ModelRenamer | None = None
-        if resizable or len(json_string(target)) == len(json_string(shown)):
-            self._renamer = ModelRenamer(target, shown, stream)
+        self._renamer: ModelRenamer | None = ModelRenamer(shown, stream, same_length=not resizable)
 
     def headers(self, headers: Mapping[str, str]) -> bytes:
         """The answer to the response headers."""
@@ -216,7 +212,7 @@ class Renaming:
         if "content-encoding" in headers or not (stream or "json" in kind):
             self._renamer = None
             return CONTINUE[Kind.RESPONSE_HEADERS]
-        self._renamer = ModelRenamer(self._target, self._shown, stream)
+        self._renamer = ModelRenamer(self._shown, stream)
         return _RESIZABLE
 
     def chunk(self, chunk: bytes, end_of_stream: bool) -> list[bytes]:

@@ -480,7 +480,7 @@ class Session:
         if body is None:
             return []
         if route.shown and mode.response is not BodyMode.NONE:
-            self._renaming = Renaming(route.target, route.shown, mode.response, request.stream, mode.resizable)
+            self._renaming = Renaming(route.shown, mode.response, request.stream, mode.resizable)
         return self._host.answers.pick_with_body(
             mode.modes,
             route.destination or route.endpoint.address,

@@ -26,8 +26,8 @@ def test_stream(ends: bytes) -> None:
         ]
         return b"".join(event + 2 * ends for event in events)
 
-    assert ModelRenamer("tiny", "big/one", True).feed(body(b"tiny")) == body(b"big/one")
-    assert one_by_one(ModelRenamer("tiny", "big/one", True), body(b"tiny")) == body(b"big/one")
+    assert ModelRenamer("big/one", True).feed(body(b"tiny")) == body(b"big/one")
+    assert one_by_one(ModelRenamer("big/one", True), body(b"tiny")) == body(b"big/one")
 
 
 @pytest.mark.parametrize(
@@ -36,24 +36,26 @@ def test_stream(ends: bytes) -> None:
         (b'{"model":"t"}', b'{"model":"c"}'),
         (b'{ "model" : "\\u0074" }', b'{ "model" : "c" }'),
         (b'{"mod\\u0065l":"t"}', b'{"mod\\u0065l":"c"}'),
+        # as vLLM does: its first name, whichever was asked for
+        (b'{"model":"/models/first \\"name\\""}', b'{"model":"c"}'),
         # Anthropic's and the Responses API's events
         (b'{"type":"message_start","message":{"model":"t"}}', b'{"type":"message_start","message":{"model":"c"}}'),
         (b'{"response":{"a":[{}],"model":"t"},"model":"t"}', b'{"response":{"a":[{}],"model":"c"},"model":"c"}'),
         # several documents one after another
         (b'{"model":"t"}\n{"model":"t"}\n', b'{"model":"c"}\n{"model":"c"}\n'),
-        (b'{"model":"t","model":"x","model":"t"}', b'{"model":"c","model":"x","model":"c"}'),
+        (b'{"model":"t","model":"x","model":"t"}', b'{"model":"c","model":"c","model":"c"}'),
     ],
 )
 def test_names(body: bytes, wanted: bytes) -> None:
-    assert ModelRenamer("t", "c", False).feed(body) == wanted
-    assert one_by_one(ModelRenamer("t", "c", False), body) == wanted
+    assert ModelRenamer("c", False).feed(body) == wanted
+    assert one_by_one(ModelRenamer("c", False), body) == wanted
 
 
 @pytest.mark.parametrize(
     "body",
     [
         b"",
-        b'{"model":"tt"}',
+        b'{"model":null}',
         b'{"model":["t"]}',
         b'{"models":"t"}',
         b'{"x":{"model":"t"}}',
@@ -68,31 +70,37 @@ def test_names(body: bytes, wanted: bytes) -> None:
     ],
 )
 def test_what_stays(body: bytes) -> None:
-    assert one_by_one(ModelRenamer("t", "c", False), body) == body
+    assert one_by_one(ModelRenamer("c", False), body) == body
     in_stream = b"data: " + body + b"\n\n"
-    assert one_by_one(ModelRenamer("t", "c", True), in_stream) == in_stream
+    assert one_by_one(ModelRenamer("c", True), in_stream) == in_stream
 
 
 def test_an_event_over_several_data_lines() -> None:
     body = b'data: {\ndata:   "model":\ndata:   "t"}\n\ndata: {"model":"t"}\n\n'
-    assert one_by_one(ModelRenamer("t", "c", True), body) == body.replace(b'"t"', b'"c"')
+    assert one_by_one(ModelRenamer("c", True), body) == body.replace(b'"t"', b'"c"')
 
 
 def test_a_string_that_a_line_end_breaks_spoils_only_its_event() -> None:
     body = b'data: {"x":"\ndata: ","model":"t"}\n\n'
     good = b'data: {"model":"t"}\n\n'
-    assert ModelRenamer("t", "c", True).feed(body + good) == body + good.replace(b"t", b"c").replace(b"daca", b"data")
+    assert ModelRenamer("c", True).feed(body + good) == body + good.replace(b"t", b"c").replace(b"daca", b"data")
 
 
 def test_nothing_is_held_but_what_may_be_the_name() -> None:
-    renamer = ModelRenamer("target", "c", False)
+    renamer = ModelRenamer("c", False)
     assert renamer.feed(b'{"id":"x","model" : "tar') == b'{"id":"x","model" : '
-    assert renamer.feed(b"x" * 100) == b'"tar' + b"x" * 100
+    assert renamer.feed(b"x" * 4000) == b""
+    assert renamer.feed(b"x" * 100) == b'"tar' + b"x" * 4100
     assert renamer.feed(b'","y":"tar') == b'","y":"tar'
 
 
+def test_a_body_that_must_keep_its_length() -> None:
+    renamer = ModelRenamer("client's", False, same_length=True)
+    assert renamer.feed(b'{"model":"of-8-len"}{"model":"t"}') == b'{"model":"client\'s"}{"model":"t"}'
+
+
 def test_memory_is_bounded() -> None:
-    renamer = ModelRenamer("target", "c", False)
+    renamer = ModelRenamer("c", False)
     piece = b"x" * 100_000
     tracemalloc.start()
     for beginning in (b'{"', b'":"', b'","model":"'):
@@ -110,6 +118,6 @@ def test_memory_is_bounded() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_hostile_bytes_take_linear_time(unit: bytes, stream: bool) -> None:
     body = unit * (300_000 // len(unit))
-    renamer = ModelRenamer("absent", "c", stream)
+    renamer = ModelRenamer("t", stream)
     pieces = [renamer.feed(body[i : i + 1000]) for i in range(0, len(body), 1000)]
     assert b"".join(pieces) + renamer.feed(b"", end=True) == body

@@ -76,6 +76,8 @@ class StubConfig(Struct, frozen=True, kw_only=True):
     preset: str = DEFAULT_PRESET
     #: Served model name; empty = the preset's.
     model: str = ""
+    #: Further names for it (`--served-model-name`). Answers have the first name, whichever was asked for.
+    aliases: tuple[str, ...] = ()
     #: Engine seconds per second: 1 = time-accurate, 20 = twenty times faster. Times in /metrics are engine seconds.
     time_ratio: float = 1.0
     #: A stream sends one event per this many tokens, the first one immediately (`--stream-interval`).

@@ -161,19 +161,21 @@ class Plan(Struct, kw_only=True):
 class Models:
     """The model names that requests can use: the base model and the loaded adapters."""
 
-    def __init__(self, base: str, loras: tuple[str, ...], created: int) -> None:
+    def __init__(self, base: str, loras: tuple[str, ...], created: int, aliases: tuple[str, ...] = ()) -> None:
         self.base = base
+        #: All names of the base model.
+        self.names = base, *aliases
         #: Adapter name → (path, unix seconds when it was loaded).
         self.loras: dict[str, tuple[str, int]] = {name: (f"./{name}", created) for name in loras}
         self.created = created
 
     def resolve(self, name: str | None) -> tuple[str, str]:
         """(model name for the answer, adapter), the adapter empty for the base model. No name means the base model."""
-        if not name or name == self.base:
+        if not name or name in self.names:
             return self.base, ""
         if name in self.loras:
             return name, name
-        raise unknown_model(name, self.base)
+        raise unknown_model(name, ", ".join(self.names))
 
 
 def plan_completion(body: Body, models: Models, config: StubConfig) -> Plan:

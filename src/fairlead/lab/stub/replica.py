@@ -112,7 +112,7 @@ class Replica:
         self.details = config.prompt_tokens_details
         self.rng = random.Random(f"{config.seed}/{index}")
         self.fingerprint = f"vllm-{VERSION}-{self.rng.getrandbits(32):08x}"
-        self.models = Models(config.served_model, config.loras, int(time.time()))
+        self.models = Models(config.served_model, config.loras, int(time.time()), config.aliases)
         self.lora_info = LoraInfo(self.spec.max_loras)
         self.clock = EngineClock(loop.time, config.time_ratio)
         self.engine = Engine(self.spec, self.clock.now(), chance=self.rng)

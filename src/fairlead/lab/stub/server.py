@@ -210,9 +210,9 @@ class _Delayed:
 
 def model_list(models: Models, max_model_len: int, rng: random.Random) -> bytes:
     """The body of /v1/models."""
-    base = _card(models.base, models.base, None, max_model_len, models.created, rng)
+    base = [_card(name, models.base, None, max_model_len, models.created, rng) for name in models.names]
     loras = [_card(name, path, models.base, None, created, rng) for name, (path, created) in models.loras.items()]
-    return _json({"object": "list", "data": [base, *loras]})
+    return _json({"object": "list", "data": [*base, *loras]})
 
 
 def _card(
@@ -334,7 +334,7 @@ def load_lora(site: ReplicaServer, connection: Connection, request: HttpRequest)
         raise ApiError("Both 'lora_name' and 'lora_path' must be provided.")
     if len(models.loras) >= _MAX_ADAPTERS:
         raise ApiError(f"No more than {_MAX_ADAPTERS} adapters can be loaded.")
-    if name in models.loras or name == models.base:
+    if name in models.loras or name in models.names:
         raise ApiError(f"The lora adapter '{name}' has already been loaded.")
     models.loras[name] = (path, int(time.time()))
     message = f"Success: LoRA adapter '{name}' added successfully."
