@@ -149,9 +149,11 @@ async def test_a_missing_verb_is_named(
     group, resource, verb = missing
     line = f'add to the role: - {{apiGroups: ["{group}"], resources: ["{resource}"], verbs: ["{verb}"]}}'
 
-    async with running(kube, tmp_path, rules(missing)) as (_, _, namespace):
+    async with running(kube, tmp_path, rules(missing)) as (found, _, namespace):
         await until(lambda: f"not allowed to {verb} {resource} in namespace {namespace}" in said(caplog))
         assert line in said(caplog)
+        if resource == "leases":
+            await until(lambda: line in found.unready.get("leader", ""), "readiness says why nobody leads")
 
 
 async def test_exactly_the_charts_role_is_enough(

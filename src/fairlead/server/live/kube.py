@@ -66,6 +66,8 @@ class KubeLink:
         self._synced = asyncio.Event()
         #: This replica released the lease because it stops. It stays ready until the successor is known.
         self._ending = False
+        #: Why this replica stands by, without the trouble with the lease; empty = it leads.
+        self._standby = "standby: no leader is known yet" if settings.leader_election.enabled else ""
         self._troubles: dict[str, str] = {}
         self.client = KubeClient(find_access(settings.kubeconfig, settings.context))
         self.namespace = namespace_of(settings, self.client)
@@ -111,7 +113,6 @@ class KubeLink:
         for work, name in self.work:
             self._run(stack, work, f"kubernetes {name}")
         if self.elector is not None:
-            self._set_ready("leader", "standby: no leader is known yet")
             self._metrics.leader.child(self._lease).set(False)
             self._run(stack, self.elector.run, "kubernetes lease")
         self._metrics.follow(self._followed)
@@ -182,8 +183,8 @@ class KubeLink:
         for publisher in self.publishers.values():
             publisher.lead(leading)
         self._metrics.leader.child(self._lease).set(leading)
-        if not self._ending:
-            self._set_ready("leader", "" if leading else f"standby: {holder or 'nobody'} leads")
+        self._standby = "" if leading else f"standby: {holder or 'nobody'} leads"
+        self._judge()
         if leading:
             log.info("this replica is the leader", lease=self._lease)
         else:
@@ -195,11 +196,13 @@ class KubeLink:
         return self.elector is None or self.elector.leading
 
     def _judge(self) -> None:
-        """Set readiness: ready once nothing is missing."""
-        missing = self.missing
+        """Set readiness: ready once nothing is missing, and not while this replica stands by."""
+        missing, standby, lease = self.missing, self._standby, self._troubles.get("leases", "")
         if missing and self._troubles:
             missing = f"{missing}: {'; '.join(dict.fromkeys(self._troubles.values()))}"
         self._set_ready("kubernetes", missing)
+        if not self._ending:
+            self._set_ready("leader", f"{standby}: {lease}" if standby and lease else standby)
         if not missing:
             self._synced.set()
 
