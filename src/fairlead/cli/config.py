@@ -110,7 +110,8 @@ def validate(
     as_json: Annotated[bool, typer.Option("--json", help="Problems and notes as JSON.")] = False,
     workers: Workers = 1,
 ) -> None:
-    """Check a configuration and print every problem with its line, its path and, if there is one, a hint.
+    """Check a configuration (`-` = standard input), or the one in a ConfigMap, and print every problem with its line,
+    its path and, if there is one, a hint.
 
     Plugins are loaded and built, and the files of endpoints, models and keys are read too. Nothing is started and no
     port is opened.
@@ -120,5 +121,6 @@ def validate(
       fairlead validate examples/minimal.yaml
       fairlead validate fairlead.yaml --json | jq .problems
       fairlead validate fairlead.yaml --workers 4
+      kubectl get configmap NAME -o yaml | fairlead validate -
     """
     raise typer.Exit(run_validate(file, as_json, workers))

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 
 def run_validate(file: Path, as_json: bool, workers: int = 1) -> int:
-    """Print the file's problems, or a summary of it. `workers`: as for `serve`. Returns the exit code. Raises
-    `ConfigError`."""
+    """Print the problems of the file (`-` = standard input), or a summary of it. `workers`: as for `serve`. Returns the
+    exit code. Raises `ConfigError`."""
+    if str(file) == "-":
+        file = Path("/dev/stdin")
     with without_collection():
         from fairlead.compat.load import examine
 
@@ -35,7 +37,8 @@ def run_validate(file: Path, as_json: bool, workers: int = 1) -> int:
     lines += [f"note: {note.render(str(file))}" for note in report.notes]
     lines += [*keys, *wrong]
     problems = _counted(len(report.problems) + len(keys) + len(wrong), "problem")
-    lines.append(f"{file}: valid. {summary}{names}" if summary else problems)
+    inside = f" ({report.path(())[2:]})" if report.path(()) != "$" else ""
+    lines.append(f"{file}{inside}: valid. {summary}{names}" if summary else problems)
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0 if summary else WRONG_INPUT
 

@@ -17,6 +17,7 @@ from fairlead.compat.locate import (
     ROUTER,
     Located,
     document_fields,
+    in_config_map,
     in_values,
     is_document,
 )
@@ -137,8 +138,8 @@ def _read(
     content: bytes | None = None,
 ) -> tuple[Config | None, Report]:
     text = source if isinstance(source, str) else read_bytes(source) if content is None else content
-    document = yaml.parse(text)
-    report = Report(document.tree.line)
+    document, place = in_config_map(yaml.parse(text))
+    report = Report(document.tree.line, place)
     report.extend(document.problems)
     if document.value is None and document.problems:
         return None, report

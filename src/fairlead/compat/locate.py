@@ -1,4 +1,5 @@
-"""Finds the `EndpointPickerConfig` in a file: the file itself, or a text inside Helm values."""
+"""Finds the configuration in a ConfigMap, and the `EndpointPickerConfig` in a file: the file itself, or a text inside
+Helm values."""
 
 from typing import Any
 
@@ -6,8 +7,8 @@ from msgspec import Struct
 
 from fairlead.config import yaml
 from fairlead.config.check import fields
-from fairlead.config.problems import Place, Report, describe, shorten
-from fairlead.config.yaml import Tree
+from fairlead.config.problems import Place, Problem, Report, describe, shorten, show
+from fairlead.config.yaml import Document, Tree
 
 KIND = "EndpointPickerConfig"
 #: The values of the reference's charts: `router.epp`, in older ones `inferenceExtension`.
@@ -15,6 +16,8 @@ ROUTER, EPP, EXTENSION = "router", "epp", "inferenceExtension"
 CUSTOM, FILE, INLINE = "pluginsCustomConfig", "pluginsConfigFile", "pluginsConfig"
 #: Fields that only such a document has at its top level.
 _TELLING = ("schedulingProfiles", "apiVersion", "kind")
+#: The name that our chart gives the configuration in its ConfigMap.
+OURS = "fairlead.yaml"
 OF_THE_CHART = "belongs to the Helm chart; it has no effect here"
 #: Notes that do not apply if `kvEvents` and `tokens` are next to the document.
 LEARNED = "prefix knowledge is learned from the scheduler's own decisions, unless kvEvents are enabled beside this"
@@ -33,13 +36,32 @@ class Located(Struct):
 
 
 def document_fields() -> tuple[str, ...]:
-    from fairlead.compat.document import Document
+    from fairlead.compat import document
 
-    return tuple(fields(Document))
+    return tuple(fields(document.Document))
 
 
 def is_document(root: dict[str, Any]) -> bool:
     return any(key in root for key in _TELLING)
+
+
+def in_config_map(document: Document) -> tuple[Document, Place]:
+    """The configuration in a ConfigMap, with the lines of the whole document, and its place there: the only text, or
+    the one that our chart writes. Any other document is returned as it is."""
+    root = document.value
+    if not isinstance(root, dict) or root.get("kind") != "ConfigMap":
+        return document, ()
+    texts = root.get("data")
+    names = [*texts] if isinstance(texts, dict) else []
+    place = "data", names[0] if len(names) == 1 else OURS
+    node = document.tree.node(place)
+    if node is None or not isinstance(node.value, str):
+        there = f"there are: {', '.join(map(shorten, names)) or 'none'}"
+        message = f"a ConfigMap's configuration is its only text, or the one named {OURS}"
+        return Document(None, document.tree, [Problem(show(place[:1]), document.tree.line(place), message, there)]), ()
+    inner = yaml.parse("\n" * _lines_before(node.line, node.value) + node.value)
+    faults = [Problem(show(place) + each.path[1:], each.line, each.message, each.hint) for each in inner.problems]
+    return Document(inner.value, inner.tree, faults), place
 
 
 def in_values(root: dict[str, Any], tree: Tree, report: Report) -> Located | None:
@@ -81,12 +103,11 @@ def _in_chart(chart: dict[str, Any], place: Place, tree: Tree, report: Report) -
 
 
 def _text(place: Place, text: str, tree: Tree, report: Report) -> Located | None:
-    """The document in the text at `place`. Its lines are found by the rule that a block scalar's text begins a line
-    below its key."""
+    """The document in the text at `place`."""
     document = yaml.parse(text)
     node = tree.node(place)
     assert node is not None
-    before = node.line - (0 if "\n" in text else 1)
+    before = _lines_before(node.line, text)
     inner = Report(lambda path: before + document.tree.line(path), place)
     for fault in document.problems:
         report.add(place, f"line {before + fault.line}: {fault.message}", fault.hint)
@@ -96,3 +117,8 @@ def _text(place: Place, text: str, tree: Tree, report: Report) -> Located | None
         report.add(place, f"expected an {KIND}, got {describe(document.value)}")
         return None
     return Located(document.value, inner, place)
+
+
+def _lines_before(line: int, text: str) -> int:
+    """How many lines come before a text whose key is in this line: that of a block scalar begins a line below."""
+    return line - (0 if "\n" in text else 1)

@@ -1,6 +1,8 @@
 """`fairlead validate`: what it prints, and its exit code."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -319,3 +321,48 @@ def test_directories_that_serve_could_not_write_to_are_named(
     assert (f": {tmp_path / 'taken'} is not a directory" in out) == (said == "problem")
     assert (f": this user cannot write to {shut} on this machine" in out) == (said == "note")
     assert not (tmp_path / "new").exists()
+
+
+CONFIG_MAP = """apiVersion: v1
+kind: ConfigMap
+metadata: {name: picker}
+data:
+  notes: none
+  fairlead.yaml: |
+    endpoints: ['10.0.0.1:1']
+    log: {level: LEVEL}
+"""
+
+
+def test_the_configuration_in_a_config_map_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rendered.yaml"
+    file.write_text(CONFIG_MAP.replace("LEVEL", "debug"))
+    assert validate(file) == 0
+    said = "valid. Policy default: 4 filters, cost-model. Endpoints: 1."
+    assert capsys.readouterr().out.splitlines()[-1] == f'{file} (data["fairlead.yaml"]): {said}'
+    file.write_text(CONFIG_MAP.replace("LEVEL", "1"))
+    assert validate(file) == 2
+    problem = "expected one of debug, info, warning, error; got 1"
+    assert f'{file}:8: $.data["fairlead.yaml"].log.level: {problem}' in capsys.readouterr().out.splitlines()
+    file.write_text(CONFIG_MAP.replace("LEVEL", "["))
+    assert validate(file) == 2
+    assert capsys.readouterr().out.startswith(f'{file}:8: $.data["fairlead.yaml"]: not valid YAML')
+
+
+def test_a_config_map_without_the_configuration_names_its_texts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rendered.yaml"
+    file.write_text(CONFIG_MAP.replace("fairlead.yaml", "other.yaml"))
+    assert validate(file) == 2
+    said = "a ConfigMap's configuration is its only text, or the one named fairlead.yaml (there are: notes, other.yaml)"
+    assert capsys.readouterr().out.splitlines() == [f"{file}:4: $.data: {said}", "1 problem"]
+
+
+def test_a_dash_is_standard_input(tmp_path: Path) -> None:
+    file = tmp_path / "rendered.yaml"
+    file.write_text(CONFIG_MAP.replace("LEVEL", "debug"))
+    asked = [sys.executable, "-m", "fairlead", "validate", "-"]
+    with file.open() as text:
+        run = subprocess.run(asked, stdin=text, capture_output=True, text=True, timeout=30, check=True)
+    assert run.stdout.splitlines()[-1].startswith('/dev/stdin (data["fairlead.yaml"]): valid.')
