@@ -435,6 +435,27 @@ def test_custom_plugins_are_checked_as_well(helm: Helm, entries: str) -> None:
         ),
         ([*LABELS, "--set", "standalone.enabled=true,config.gateway=none"], "standalone.enabled starts a gateway"),
         ([*LABELS, "--set", "standalone.enabled=true,config.gateway.mode=none"], "standalone.enabled starts a gateway"),
+        ([*LABELS, "--set", "config.gateway.mode=embedded"], "config.gateway.mode: set standalone.enabled"),
+        (
+            [*LABELS, "--set", "config.extProc.tls=null"],
+            "config.extProc.tls: the Services say that the picker speaks TLS",
+        ),
+        (
+            [*LABELS, "--set", "config.kubernetes.namespace=other"],
+            "config.kubernetes.namespace: the chart's role and pool",
+        ),
+        (
+            [*LABELS, "--set", "config.kubernetes.pool=other"],
+            "config.kubernetes.pool: objects of the chart name the pool",
+        ),
+        (
+            [*LABELS, "--set", "inferenceExtension.replicas=2,config.kubernetes.leaderElection.service=other"],
+            "config.kubernetes.leaderElection.service: gateways ask the chart's Service one-epp-leader",
+        ),
+        (
+            [*LABELS, "--set", "config.kubernetes.models=false,inferenceObjectives[0].name=urgent"],
+            "config.kubernetes.models: without model definitions",
+        ),
         ([*LABELS, "--set", "config.endpoints={10.0.0.1:8000}"], "endpoints come from Kubernetes here"),
         (
             [*LABELS, "--set", "config.policy=random", "--set-json", f'{CUSTOM}.scorers=[{{"type":"queue"}}]'],
@@ -510,6 +531,19 @@ def test_custom_plugins_are_checked_as_well(helm: Helm, entries: str) -> None:
 )
 def test_what_cannot_work_is_refused(helm: Helm, arguments: list[str], said: str) -> None:
     assert said in helm.refused(*arguments)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "config.kubernetes.namespace=default,config.kubernetes.pool=one",
+        "config.kubernetes.namespace=other,rbac.create=false,inferencePool.create=false,inferencePool.name=theirs",
+        "standalone.enabled=true,config.gateway.mode=embedded",
+        "tls.mode=none,config.extProc.tls=null",
+    ],
+)
+def test_what_agrees_with_the_charts_objects_may_be_said_again(helm: Helm, settings: str) -> None:
+    assert configured(helm.render(*LABELS, "--set", settings)).kubernetes.on
 
 
 def test_a_route_of_a_mesh_names_a_service(helm: Helm) -> None:

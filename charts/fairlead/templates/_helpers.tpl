@@ -317,6 +317,26 @@ matchLabels: {{- toYaml . | nindent 2 }}
 {{- end -}}
 {{- end }}
 
+{{/* (root, config.kubernetes): what differs there from the objects that the chart makes */}}
+{{- define "fairlead.checkKubernetes" -}}
+{{- $root := index . 0 -}}
+{{- $own := index . 1 -}}
+{{- $made := or $root.Values.rbac.create $root.Values.inferencePool.create -}}
+{{- if and $made $own.namespace (ne $own.namespace $root.Release.Namespace) -}}
+{{- fail "config.kubernetes.namespace: the chart's role and pool are of the release's namespace; install the release there, or set inferencePool.namespaces" -}}
+{{- end -}}
+{{- if and $own.pool (ne $own.pool (include "fairlead.pool" $root)) -}}
+{{- fail "config.kubernetes.pool: objects of the chart name the pool too; set inferencePool.name" -}}
+{{- end -}}
+{{- if and $root.Values.inferenceObjectives (eq false (dig "models" true $own)) -}}
+{{- fail "config.kubernetes.models: without model definitions, inferenceObjectives have no effect; leave one of them out" -}}
+{{- end -}}
+{{- $service := dig "leaderElection" "service" "" $own -}}
+{{- if and $service (ne $service (include "fairlead.picker" $root)) -}}
+{{- fail (printf "config.kubernetes.leaderElection.service: gateways ask the chart's Service %s; leave it out" (include "fairlead.picker" $root)) -}}
+{{- end -}}
+{{- end }}
+
 {{/* Values under config that contradict others, with which the scheduler or the indexer would not start */}}
 {{- define "fairlead.checkConfig" -}}
 {{- $own := include "fairlead.sections" .Values.config | fromYaml -}}
@@ -326,7 +346,14 @@ matchLabels: {{- toYaml . | nindent 2 }}
 {{- if and .Values.standalone.enabled (eq (dig "gateway" "mode" "" $own) "none") -}}
 {{- fail "config.gateway.mode: standalone.enabled starts a gateway; leave one of them out" -}}
 {{- end -}}
+{{- if and (not .Values.standalone.enabled) (eq (dig "gateway" "mode" "" $own) "embedded") -}}
+{{- fail "config.gateway.mode: set standalone.enabled, which also opens the gateway's port" -}}
+{{- end -}}
+{{- include "fairlead.checkKubernetes" (list . (dig "kubernetes" dict $own)) -}}
 {{- $configs := list (include "fairlead.config" . | fromYaml) -}}
+{{- if and (include "fairlead.tls" .) (not (dig "extProc" "tls" "" (first $configs))) -}}
+{{- fail "config.extProc.tls: the Services say that the picker speaks TLS; set tls.mode=none instead" -}}
+{{- end -}}
 {{- if include "fairlead.ownIndexer" . -}}{{- $configs = append $configs (include "fairlead.indexerConfig" . | fromYaml) -}}{{- end -}}
 {{- range $configs -}}
 {{- if and (dig "kvEvents" "bind" "" .) (dig "kvEvents" "port" 0 .) -}}
