@@ -19,7 +19,7 @@ from fairlead.apis.engine_metrics import (
     parse_spec,
     unknown_engine,
 )
-from fairlead.config.endpoint_list import Listed, port_number
+from fairlead.config.endpoint_list import PORT_LABEL, Listed, port_number
 from fairlead.config.problems import Place, Report, shorten
 from fairlead.config.schema import (
     CHECKED_ELSEWHERE,
@@ -214,7 +214,7 @@ def with_page(endpoint: Endpoint, metrics: Metrics) -> Endpoint:
     engine = engine_of(labels, {*ENGINES, *metrics.engines}, metrics.default_engine)
     path = metrics.path or (TRTLLM_PATH if engine == "trtllm-serve" else "/metrics")
     host, _, port = endpoint.address.rpartition(":")
-    own = port_number(labels.get("metricsPort", "")) or metrics.port or int(port)
+    own = port_number(labels.get(PORT_LABEL, "")) or metrics.port or int(port)
     where = host_port(labels.get("metricsAddress") or host.strip("[]"), own)
     url = f"{metrics.scheme}://{where}{path}"
     return endpoint if endpoint.metrics_url or url == endpoint.scrape_url else replace(endpoint, metrics_url=url)

@@ -36,6 +36,8 @@ KEYS = ("address", "labels", "metricsUrl", "name", "namespace", "port")
 _KEYS = frozenset({*KEYS, "metrics_url"})
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 _HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
+#: The label with the port of the metrics page.
+PORT_LABEL = "metricsPort"
 _DIGITS = re.compile(r"[0-9]{1,5}")
 
 
@@ -216,9 +218,9 @@ def _metrics_url(entry: _Entry, labels: Mapping[str, str]) -> str:
         if not url.startswith(("http://", "https://")):
             raise entry.wrong(key, f"{url[:80]!r} is neither http nor https")
         return url
-    other_port = labels.get("metricsPort")
+    other_port = labels.get(PORT_LABEL)
     if other_port and not port_number(other_port):
-        place = (*entry.place_of("labels"), "metricsPort")
+        place = (*entry.place_of("labels"), PORT_LABEL)
         raise WrongEntry(f"{other_port[:80]!r} is not a port", entry.line("labels"), place)
     return ""
 

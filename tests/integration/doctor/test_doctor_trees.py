@@ -104,6 +104,15 @@ async def test_the_endpoints_of_several_pools_are_examined(world: Any, told: Tol
     assert {where for one in found.findings for where in one.where} == {row["id"] for row in rows}
 
 
+async def test_a_pods_label_that_is_no_port_is_named(world: Any, told: Told) -> None:
+    (address,) = await world.stubs(1)
+    rows = [{"id": "a/llama-0-rank-0", "address": address, "labels": {"metricsPort": "abc"}}]
+    config = {"gateway": "none", "kubernetes": {"pool": "llama"}}
+    (finding,) = (await world.examined(config, admin=await told(endpoints=rows), only=("metrics",))).findings
+    assert finding.code == "metrics.port-label"
+    assert finding.evidence == f"'abc'; the page is read at http://{address}/metrics"
+
+
 async def test_a_metrics_page_that_fails_is_named(world: Any, told: Told) -> None:
     here = [{"id": "127.0.0.1:9", "address": "127.0.0.1:9"}]
     found = await examined(world, await told("/metrics failed: KeyError", here), "scheduler")

@@ -6,6 +6,7 @@ from urllib.parse import urljoin
 
 from fairlead.apis.engine_metrics import ENGINE_LABELS, TRTLLM_PATH, unknown_engine
 from fairlead.apis.prometheus import Reading, came_instead, find_family, read_page
+from fairlead.config.endpoint_list import PORT_LABEL, port_number
 from fairlead.config.problems import shorten
 from fairlead.config.schema import Config
 from fairlead.core.endpoint import Endpoint
@@ -41,6 +42,10 @@ ENGINE = Kind(
 UNKNOWN_ENGINE = Kind(
     "metrics.unknown-engine", Severity.WARNING, "an endpoint's label names an unknown engine",
     f"correct {ENGINE_LABELS[0]}, or describe that engine under metrics.engines", _NAMES,
+)  # fmt: skip
+WRONG_PORT = Kind(
+    "metrics.port-label", Severity.WARNING, f"an endpoint's label {PORT_LABEL} is not a port and has no effect",
+    "write a port from 1 to 65535, or remove the label", _NAMES,
 )  # fmt: skip
 INCOMPLETE = Kind(
     "metrics.incomplete", Severity.WARNING, "the metrics page lacks metrics that decisions need",
@@ -142,7 +147,13 @@ def _content(site: Site, endpoint: Endpoint, page: bytes, reading: Reading) -> l
 
 @check("metrics", "every metrics page is reachable, fast and readable", needs=("endpoints",), budget=60.0)
 async def metrics(site: Site) -> list[Finding]:
-    return await site.each(lambda endpoint: _metrics_of(site, endpoint))
+    labels = ((endpoint, endpoint.labels.get(PORT_LABEL, "")) for endpoint in site.endpoints)
+    wrong = [
+        WRONG_PORT.at(endpoint.id, f"'{shorten(port)}'; the page is read at {endpoint.scrape_url}")
+        for endpoint, port in labels
+        if port and not port_number(port)
+    ]
+    return wrong + await site.each(lambda endpoint: _metrics_of(site, endpoint))
 
 
 # `freshness`: whether metrics pages are current.

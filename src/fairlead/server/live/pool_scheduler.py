@@ -9,9 +9,11 @@ from typing import Any
 
 from fairlead.apis.engine_metrics import unknown_engine
 from fairlead.config.checks import with_page
+from fairlead.config.endpoint_list import PORT_LABEL, port_number
 from fairlead.config.problems import Problem
 from fairlead.config.reload import Changes
 from fairlead.config.schema import Config
+from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import ConfigError
 from fairlead.core.events import EndpointDown, EndpointUp, ModelsChanged, Reconfigured, StopAsked
 from fairlead.core.instructions import AdoptConfiguration, RefuseConfiguration
@@ -256,21 +258,25 @@ class PoolScheduler:
                 self.core.state.joined(event.endpoint)
             self.scraper.up(event.endpoint)
             self.core.served.up(event.endpoint)
-            engine = unknown_engine(event.endpoint.labels, self.scraper.specs)
-            if engine:
-                read_as = self.config.metrics.default_engine
-                log.warning(
-                    "unknown engine type; its metrics are read as those of another",
-                    endpoint=event.endpoint.id,
-                    engine=engine,
-                    read_as=read_as,
-                )
+            self._log_labels(event.endpoint)
             log.info("endpoint up", endpoint=event.endpoint.id, address=event.endpoint.address)
         else:
             self.scraper.down(event.endpoint_id)
             self.core.served.down(event.endpoint_id)
             self.watch.on_endpoint_gone(event.endpoint_id)
             log.info("endpoint down", endpoint=event.endpoint_id)
+
+    def _log_labels(self, endpoint: Endpoint) -> None:
+        """Log labels that cannot be used."""
+        labels = endpoint.labels
+        engine, port = unknown_engine(labels, self.scraper.specs), labels.get(PORT_LABEL, "")
+        if engine:
+            read_as = self.config.metrics.default_engine
+            text = "unknown engine type; its metrics are read as those of another"
+            log.warning(text, endpoint=endpoint.id, engine=engine, read_as=read_as)
+        if port and not port_number(port):
+            text = f"the label {PORT_LABEL} is not a port; metrics are read as without it"
+            log.warning(text, endpoint=endpoint.id, label=port, read_at=endpoint.scrape_url)
 
     def defined(self, where: str, models: ModelSet) -> None:
         """Replace the model definitions of the source `where` (configuration, files, kubernetes) by `models`."""

@@ -42,6 +42,19 @@ async def test_a_server_at_another_address_may_hang_anew(caplog: pytest.LogCaptu
     assert lines == ["an endpoint seems to hang: suspect"] * len({"a:1", address})
 
 
+async def test_a_label_that_is_no_port_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    pool = PoolScheduler(load("policy: default", need_endpoints=False), None)
+    for port in ("abc", "8001"):
+        pool.endpoint(EndpointUp(Endpoint(f"pod-{port}", "10.0.0.1:8000", {"metricsPort": port})))
+    (record,) = [record for record in caplog.records if "metricsPort" in record.message]
+    assert record.message == "the label metricsPort is not a port; metrics are read as without it"
+    assert vars(record)["fields"] == {
+        "endpoint": "pod-abc",
+        "label": "abc",
+        "read_at": "http://10.0.0.1:8000/metrics",
+    }
+
+
 @pytest.mark.parametrize(
     ("answered", "failing", "text"),
     [
