@@ -138,6 +138,13 @@ def test_services_lead_to_ports_of_the_pod(helm: Helm, values: Path) -> None:
         assert service["spec"]["selector"].items() <= labels
 
 
+def test_notes_name_the_group_of_objectives(helm: Helm) -> None:
+    """`kubectl get inferenceobjectives` shows those of the older group, of which the chart makes none."""
+    command = "kubectl -n default get inferenceobjectives.llm-d.ai"
+    assert command in helm.notes(*LABELS, "--set", "inferenceObjectives[0].name=urgent")
+    assert command not in helm.notes(*LABELS)
+
+
 @every_set
 def test_notes(helm: Helm, values: Path) -> None:
     notes = helm.notes("--values", str(values))
