@@ -5,12 +5,14 @@ The service `liveness` is SERVING as long as the process answers. `readiness`, t
 could take over. For unknown services, `Check` ends with NOT_FOUND, and `Watch` sends SERVICE_UNKNOWN and stays open.
 """
 
+from collections.abc import Callable
 from enum import IntEnum
 
 from fairlead.core.errors import ProtocolError
+from fairlead.gateway.calls import Unary, Watch
 from fairlead.gateway.grpc_frames import Status
 from fairlead.gateway.protobuf import fields, number
-from fairlead.gateway.stream import Routes, ServerStream
+from fairlead.gateway.stream import Routes
 
 CHECK = "/grpc.health.v1.Health/Check"
 WATCH = "/grpc.health.v1.Health/Watch"
@@ -57,14 +59,17 @@ class HealthService:
         self.leaving = False
         #: A gateway has asked for the ext_proc service and got SERVING.
         self.asked = False
-        self._watchers: set[_Watch] = set()
+        self._watches: set[Watch] = set()
 
     @property
     def watchers(self) -> int:
-        return len(self._watchers)
+        return len(self._watches)
 
     def routes(self) -> Routes:
-        return {CHECK: lambda stream, _: _Check(self, stream), WATCH: lambda stream, _: _Watch(self, stream)}
+        return {
+            CHECK: lambda stream, _: Unary(stream, self._check),
+            WATCH: lambda stream, _: Watch(stream, self._watches, self._watched),
+        }
 
     def set_ready(self, ready: bool, warm: bool | None = None) -> None:
         """Set the state, and notify all watchers whose service changes. `warm`: the process could take over
@@ -79,13 +84,13 @@ class HealthService:
         self._notify()
 
     def _notify(self) -> None:
-        for watcher in list(self._watchers):
-            watcher.notify()
+        for watch in list(self._watches):
+            watch.look()
 
     def end_watches(self) -> None:
         """End all watch streams, which would not end by themselves, before the process ends."""
-        for watcher in list(self._watchers):
-            watcher.end()
+        for watch in list(self._watches):
+            watch.end("the server ends")
 
     def status(self, service: str) -> ServingStatus:
         if service == LIVENESS:
@@ -97,69 +102,15 @@ class HealthService:
             return ServingStatus.SERVING if self._warm else ServingStatus.NOT_SERVING
         return ServingStatus.SERVICE_UNKNOWN
 
-
-class _Check:
-    """A unary call: answers its first message."""
-
-    def __init__(self, health: HealthService, stream: ServerStream) -> None:
-        self._health = health
-        self._stream = stream
-
-    def on_message(self, message: bytes) -> None:
-        try:
-            service = read_request(message)
-        except ProtocolError as error:
-            self._stream.finish(Status.INVALID_ARGUMENT, str(error))
-            return
-        status = self._health.status(service)
+    def _check(self, message: bytes) -> bytes | tuple[Status, str]:
+        service = read_request(message)
+        status = self.status(service)
         if service == EXT_PROC and status is ServingStatus.SERVING:
-            self._health.asked = True
+            self.asked = True
         if status is ServingStatus.SERVICE_UNKNOWN:
-            self._stream.finish(Status.NOT_FOUND, "unknown service")
-        else:
-            self._stream.send(answer(status))
-            self._stream.finish()
+            return Status.NOT_FOUND, "unknown service"
+        return answer(status)
 
-    def on_half_close(self) -> None:
-        self._stream.finish(Status.INVALID_ARGUMENT, "no request")
-
-    def on_lost(self, why: str) -> None:
-        pass
-
-
-class _Watch:
-    """A server-streaming call: sends the status immediately and at every change, until the peer leaves."""
-
-    def __init__(self, health: HealthService, stream: ServerStream) -> None:
-        self._health = health
-        self._stream = stream
-        self._service: str | None = None
-        self._reported: ServingStatus | None = None
-
-    def on_message(self, message: bytes) -> None:
-        if self._service is not None:
-            return  # the method takes only one request
-        try:
-            self._service = read_request(message)
-        except ProtocolError as error:
-            self._stream.finish(Status.INVALID_ARGUMENT, str(error))
-            return
-        self._health._watchers.add(self)
-        self.notify()
-
-    def notify(self) -> None:
-        status = self._health.status(self._service or "")
-        if status is not self._reported:
-            self._reported = status
-            self._stream.send(answer(status))
-
-    def end(self) -> None:
-        self._health._watchers.discard(self)
-        self._stream.finish(Status.UNAVAILABLE, "the server ends")
-
-    def on_half_close(self) -> None:
-        if self._service is None:
-            self._stream.finish(Status.INVALID_ARGUMENT, "no request")
-
-    def on_lost(self, why: str) -> None:
-        self._health._watchers.discard(self)
+    def _watched(self, message: bytes) -> Callable[[], bytes]:
+        service = read_request(message)
+        return lambda: answer(self.status(service))

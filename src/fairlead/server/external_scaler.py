@@ -12,13 +12,15 @@ with that role. Without it they are of the whole pool.
 import asyncio
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from fairlead.config.problems import shorten
 from fairlead.core.errors import ProtocolError, cannot_listen
+from fairlead.gateway.calls import Unary, Watch
 from fairlead.gateway.grpc_frames import Status
 from fairlead.gateway.h2_server import H2Server
 from fairlead.gateway.protobuf import field, number, walk
-from fairlead.gateway.stream import Routes, ServerStream
+from fairlead.gateway.stream import Routes
 
 SERVICE = "/externalscaler.ExternalScaler/"
 METRIC = b"fairlead_desired_replicas"
@@ -34,7 +36,7 @@ class ExternalScaler:
         self, desired: Callable[[str], int | None], present: Callable[[str], int], roles: Callable[[], Sequence[str]]
     ) -> None:
         self._desired, self._present, self._roles = desired, present, roles
-        self._watchers: set[_Activity] = set()
+        self._watches: set[Watch] = set()
         self._ticker: asyncio.TimerHandle | None = None
         self._server = H2Server(self._routes())
 
@@ -48,26 +50,41 @@ class ExternalScaler:
     @property
     def watchers(self) -> int:
         """The number of streams that receive changes."""
-        return len(self._watchers)
+        return len(self._watches)
 
     async def close(self) -> None:
         if self._ticker is not None:
             self._ticker.cancel()
-        for watcher in list(self._watchers):
-            watcher.end()
+        for watch in list(self._watches):
+            watch.end("the scheduler ends")
         await self._server.close(0.0)
 
-    def active(self, role: str) -> bool:
+    def _active(self, role: str) -> bytes:
         desired = self._desired(role)
-        return (self._present(role) if desired is None else desired) > 0
+        return number(1, (self._present(role) if desired is None else desired) > 0)
 
-    def _metrics(self, role: str) -> bytes | None:
-        desired = self._desired(role)
-        return None if desired is None else _metric(desired)
+    def _metrics(self, message: bytes) -> bytes | tuple[Status, str]:
+        desired = self._desired(self._role(dict(_parts(message)).get(1, b"")))
+        return (Status.UNAVAILABLE, "the number is not known yet") if desired is None else _metric(desired)
 
-    def role(self, message: bytes, nested: bool) -> str:
-        """The role in a `ScaledObjectRef`, or in the one in field 1. Raises `ProtocolError`, also if it is unknown."""
-        role, roles = _role(dict(_parts(message)).get(1, b"") if nested else message), self._roles()
+    def _spec(self, message: bytes) -> bytes:
+        self._role(message)
+        return _metric(1)
+
+    def _watched(self, message: bytes) -> Callable[[], bytes]:
+        role = self._role(message)
+        if self._ticker is None:
+            self._ticker = asyncio.get_running_loop().call_later(LOOK_S, self._tick)
+        return partial(self._active, role)
+
+    def _tick(self) -> None:
+        for watch in list(self._watches):
+            watch.look()
+        self._ticker = asyncio.get_running_loop().call_later(LOOK_S, self._tick) if self._watches else None
+
+    def _role(self, reference: bytes) -> str:
+        """The role in a `ScaledObjectRef`. Raises `ProtocolError`, also if it is unknown."""
+        role, roles = _role(reference), self._roles()
         if role and role not in roles:
             why = f"known: {', '.join(roles)}" if roles else "the policy splits no requests"
             raise ProtocolError(f"metadata of the trigger: unknown role '{shorten(role)}' ({why})")
@@ -75,24 +92,11 @@ class ExternalScaler:
 
     def _routes(self) -> Routes:
         return {
-            SERVICE + "IsActive": lambda stream, _: _Unary(self, stream, lambda role: number(1, self.active(role))),
-            SERVICE + "GetMetricSpec": lambda stream, _: _Unary(self, stream, lambda role: _metric(1)),
-            SERVICE + "GetMetrics": lambda stream, _: _Unary(self, stream, self._metrics, nested=True),
-            SERVICE + "StreamIsActive": lambda stream, _: _Activity(self, stream),
+            SERVICE + "IsActive": lambda stream, _: Unary(stream, lambda message: self._active(self._role(message))),
+            SERVICE + "GetMetricSpec": lambda stream, _: Unary(stream, self._spec),
+            SERVICE + "GetMetrics": lambda stream, _: Unary(stream, self._metrics),
+            SERVICE + "StreamIsActive": lambda stream, _: Watch(stream, self._watches, self._watched),
         }
-
-    def watch(self, watcher: "_Activity") -> None:
-        self._watchers.add(watcher)
-        if self._ticker is None:
-            self._tick()
-
-    def forget(self, watcher: "_Activity") -> None:
-        self._watchers.discard(watcher)
-
-    def _tick(self) -> None:
-        for watcher in list(self._watchers):
-            watcher.tell(self.active(watcher.role))
-        self._ticker = asyncio.get_running_loop().call_later(LOOK_S, self._tick) if self._watchers else None
 
 
 def _metric(value: int) -> bytes:
@@ -108,64 +112,3 @@ def _role(reference: bytes) -> str:
 
 def _parts(message: bytes) -> list[tuple[int, bytes]]:
     return [(part, message[start:end]) for part, start, end in walk(message, 0, len(message))]
-
-
-class _Unary:
-    """Answers the first message; no answer = the number is not known. `nested`: the `ScaledObjectRef` is in its field
-    1."""
-
-    def __init__(
-        self, scaler: ExternalScaler, stream: ServerStream, answer: Callable[[str], bytes | None], nested: bool = False
-    ) -> None:
-        self._scaler, self._stream, self._answer, self._nested = scaler, stream, answer, nested
-
-    def on_message(self, message: bytes) -> None:
-        try:
-            role = self._scaler.role(message, self._nested)
-        except ProtocolError as error:
-            self._stream.finish(Status.INVALID_ARGUMENT, str(error))
-            return
-        answer = self._answer(role)
-        if answer is None:
-            self._stream.finish(Status.UNAVAILABLE, "the number is not known yet")
-            return
-        self._stream.send(answer)
-        self._stream.finish()
-
-    def on_half_close(self) -> None:
-        self._stream.finish(Status.INVALID_ARGUMENT, "no request")
-
-    def on_lost(self, why: str) -> None:
-        pass
-
-
-class _Activity:
-    """A `StreamIsActive` stream: sends whether the load needs an endpoint, first at once and then at each change."""
-
-    def __init__(self, scaler: ExternalScaler, stream: ServerStream) -> None:
-        self._scaler, self._stream = scaler, stream
-        self._reported: bool | None = None
-        self.role = ""
-
-    def on_message(self, message: bytes) -> None:
-        try:
-            self.role = self._scaler.role(message, False)
-        except ProtocolError as error:
-            self._stream.finish(Status.INVALID_ARGUMENT, str(error))
-            return
-        self._scaler.watch(self)
-
-    def tell(self, active: bool) -> None:
-        if active is not self._reported:
-            self._reported = active
-            self._stream.send(number(1, active))
-
-    def end(self) -> None:
-        self._scaler.forget(self)
-        self._stream.finish(Status.UNAVAILABLE, "the scheduler ends")
-
-    def on_half_close(self) -> None:
-        """Ignored: KEDA sends nothing more, but still receives."""
-
-    def on_lost(self, why: str) -> None:
-        self._scaler.forget(self)
