@@ -25,6 +25,14 @@ def remove_unlocked(path: Path) -> None:
         os.close(directory)
 
 
+def lock_directory(path: Path) -> int:
+    """Lock the directory against `remove_unlocked` until the returned descriptor is closed. Raises `OSError`."""
+    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with suppress(OSError):  # not every file system has locks
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return lock
+
+
 @contextmanager
 def temporary_directory(prefix: str) -> Iterator[Path]:
     """Make a directory and remove it at the end, and those with the prefix whose processes were killed. Raises
@@ -34,10 +42,8 @@ def temporary_directory(prefix: str) -> Iterator[Path]:
             if os.listdir(leftover):  # an empty one may be about to be locked
                 remove_unlocked(leftover)
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
-        lock = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        lock = lock_directory(Path(name))
         try:
-            with suppress(OSError):  # not every file system has locks
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             yield Path(name)
         finally:
             os.close(lock)

@@ -46,8 +46,9 @@ from fairlead.gateway.envoy.authentication import (
     write_upstream_token,
 )
 from fairlead.gateway.envoy.gateway import Plan, prepare
+from fairlead.gateway.envoy.launcher import tie_to
 from fairlead.gateway.envoy.options import Options, Tls
-from fairlead.gateway.envoy.process import CONFIG, FACTS, JWKS_CA, JWT, KEYS, UPSTREAM, tie_to_parent
+from fairlead.gateway.envoy.process import CONFIG, FACTS, JWKS_CA, JWT, KEYS, UPSTREAM
 from fairlead.gateway.memory import memory_limit
 from fairlead.gateway.ports import dialled, listening_sockets
 from fairlead.pool.endpoints_file import RESOLVE_TIMEOUT_S, START_S, follow_endpoints
@@ -119,7 +120,7 @@ def serve_embedded(config: Config, file: Path, content: bytes, workers: int = 1)
             # In a process session of its own, because Ctrl-C must reach only the parent, which ends its children in
             # order.
             os.setsid()
-            tie_to_parent(parent)
+            tie_to(parent)
             gateway = RunningGateway(plan.admins, plan.directory, i, workers, config.flags, ENDING)
             if workers > 1:
                 config = load(file, flags=worker_flags(config, plan, i), content=content)

@@ -16,8 +16,8 @@ from typing import Any
 
 import fairlead
 from fairlead.core.errors import FairleadError
-from fairlead.gateway.envoy import launcher
 from fairlead.gateway.envoy.admin import EnvoyAdmin
+from fairlead.gateway.envoy.launcher import tied
 from fairlead.gateway.envoy.process import GatewayProcess
 from fairlead.pool.aio import cancelled, until_set
 from fairlead.server.observe.log import get, in_background, setup
@@ -165,9 +165,8 @@ class Child:
 
 def spawn_tied(command: list[str]) -> int:
     """Start a process that is killed when this one ends. Returns its process id."""
-    tied = (sys.executable, "-I", "-S", str(Path(launcher.__file__)), str(os.getpid()), *command)
     # In a process session of its own: Ctrl-C must reach only the parent, which ends its children in order.
-    return os.posix_spawn(tied[0], tied, os.environ, setsid=True)
+    return os.posix_spawn(sys.executable, tied(*command), os.environ, setsid=True)
 
 
 def reap_adopted() -> None:

@@ -153,7 +153,7 @@ def test_a_file_that_changes_meanwhile_does_not_change_the_start(
 
     monkeypatch.setattr(embedded, "prepare", prepared)
     monkeypatch.setattr(embedded, "check_ports", lambda *given: None)
-    monkeypatch.setattr(embedded, "tie_to_parent", lambda parent: None)
+    monkeypatch.setattr(embedded, "tie_to", lambda parent: None)
     monkeypatch.setattr(embedded.os, "fork", lambda: 0)
     monkeypatch.setattr(embedded.os, "setsid", lambda: None)
     config, _ = serve_embedded(load(first.decode()), file, first, 2)

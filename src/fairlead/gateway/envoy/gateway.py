@@ -33,6 +33,8 @@ from fairlead.gateway.ports import bindable, obstacle
 _PREFIX = "fairlead-"
 #: Seconds within which a gateway that starts has certainly locked its new directory.
 _STARTS_S = 60.0
+#: The options that name a file in the gateway's directory, which Envoy follows.
+_FOLLOWED = ("keys_file", "jwt_file", "jwks_ca_file", "upstream_token_file")
 _LISTENER = "type.googleapis.com/envoy.config.listener.v3.Listener"
 
 
@@ -88,22 +90,13 @@ def prepare(
     try:
         pool = EndpointsFile(own / ENDPOINTS)
         pool.write(tuple(endpoints) or options.endpoints)
-        keys = str(own / options.keys_file) if options.keys_file else ""
-        tokens = str(own / options.jwt_file) if options.jwt_file else ""
-        upstream = str(own / options.upstream_token_file) if options.upstream_token_file else ""
-        authorities = str(own / options.jwks_ca_file) if options.jwks_ca_file else ""
-        options = structs.replace(
-            options,
-            endpoints_file=str(pool.path),
-            keys_file=keys,
-            jwt_file=tokens,
-            jwks_ca_file=authorities,
-            upstream_token_file=upstream,
-        )
-        if options.jwt and tokens:
-            write_jwt(Path(tokens), options.jwt, options.asks_for_keys)
-        if options.jwt and authorities:
-            write_authorities(Path(authorities), read_authorities(options.jwt.ca_file))
+        names = structs.asdict(options)
+        files = {setting: str(own / names[setting]) for setting in _FOLLOWED if names[setting]}
+        options = structs.replace(options, endpoints_file=str(pool.path), **files)
+        if options.jwt and options.jwt_file:
+            write_jwt(Path(options.jwt_file), options.jwt, options.asks_for_keys)
+        if options.jwt and options.jwks_ca_file:
+            write_authorities(Path(options.jwks_ca_file), read_authorities(options.jwt.ca_file))
         each = [options.each(number, str(own / ADMIN_SOCKET.format(number))) for number in range(options.envoys)]
         commands = [_write(own, number, binary, own_options) for number, own_options in enumerate(each)]
     except BaseException:

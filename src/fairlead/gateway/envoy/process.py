@@ -5,7 +5,6 @@ The files that it needs are written before, see `gateway.prepare`.
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -15,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fairlead.gateway.directories import lock_directory
 from fairlead.gateway.envoy.admin import LISTENER, EnvoyAdmin, GatewayError
 from fairlead.gateway.envoy.supervisor import Supervisor
 from fairlead.gateway.memory import raise_file_limit
@@ -111,9 +111,7 @@ class GatewayProcess:
     def _take_lock(self) -> None:
         """Lock the directory: Envoy is restarted from its files. systemd-tmpfiles removes old files of /tmp, but
         nothing from a locked directory (tmpfiles.d(5)), nor do other gateways that start."""
-        lock = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        with contextlib.suppress(OSError):  # not every file system has locks
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        lock = lock_directory(self._directory)
         self._unlock()
         self._lock = lock
 
@@ -201,13 +199,3 @@ async def _all(ones: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
         if isinstance(result, BaseException):
             raise result
     return results  # type: ignore[return-value]
-
-
-def tie_to_parent(parent: int) -> None:
-    """End by SIGKILL when the parent ends, for whatever reason (prctl(2), PR_SET_PDEATHSIG). Linux only."""
-    import ctypes
-    import signal
-
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        raise SystemExit("the parent is gone")

@@ -8,18 +8,15 @@ dying.
 import asyncio
 import contextlib
 import logging
-import os
 import signal
-import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from fairlead.core.errors import PROCESS_LIMIT
-from fairlead.gateway.envoy import launcher
 from fairlead.gateway.envoy.admin import EnvoyAdmin, GatewayError
 from fairlead.gateway.envoy.binary import explain, parse
+from fairlead.gateway.envoy.launcher import tied
 
 log = logging.getLogger("fairlead.gateway")
 access = logging.getLogger("fairlead.gateway.access")
@@ -110,10 +107,9 @@ class Supervisor:
 
     async def _spawn(self) -> None:
         self._tail.clear()
-        start = (sys.executable, "-I", "-S", str(Path(launcher.__file__)), str(os.getpid()))
         try:
             self._process = process = await asyncio.create_subprocess_exec(
-                *start, *self.command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, start_new_session=True
+                *tied(*self.command), stdin=DEVNULL, stdout=PIPE, stderr=PIPE, start_new_session=True
             )
         except (BlockingIOError, RuntimeError) as error:  # no process, or no thread that waits for it
             raise GatewayError(f"Envoy cannot be started: {PROCESS_LIMIT}") from error
