@@ -86,7 +86,7 @@ class World:
 
     @property
     def ends(self) -> dict[str, int]:
-        return self.knowledge.client.counts.ends
+        return self.knowledge.client.ends
 
     def agreeing(self, since: int) -> float:
         pairs = [(one.hit_tokens, one.cached_tokens) for one in self.outcomes[since:] if one.cached_tokens >= 0]

@@ -98,8 +98,6 @@ class ScrapeStats(Struct):
 
     ok: int = 0
     failed: int = 0
-    #: The scrapes in `ok` that fed no event because the sample had not changed.
-    suppressed: int = 0
     bytes: int = 0
     #: Seconds from request to page, summed over the scrapes in `ok`.
     seconds: float = 0.0
@@ -583,8 +581,6 @@ class Scraper:
             target.reading = reading
             target.fed_at = now
             self._emit(MetricsSampled(target.endpoint.id, target.started, sample))
-        else:
-            stats.suppressed += 1
 
     def _emit(self, event: MetricsSampled | MetricsFailed) -> None:
         try:

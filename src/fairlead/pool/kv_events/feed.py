@@ -41,7 +41,6 @@ class Count(Struct):
     #: Why the last bad event was bad.
     bad_reason: str = ""
     bad_batches: int = 0
-    duplicates: int = 0
     replayed: int = 0
     #: Batches that stay missing.
     lost: int = 0
@@ -195,7 +194,6 @@ class Feed:
             self._unconfirmed = False
             return
         if number <= self.last and batch.ts <= self.last_ts:
-            self.count.duplicates += 1
             return
         if number <= self.last or (self.last >= 0 and self._reconnected):
             # Not the known batch: the engine was restarted. Its first batches are requested after this replay.
@@ -310,7 +308,6 @@ class Feed:
                 self.cache.provisional = True
         elif number <= self.last:
             if batch.ts <= self.last_ts:
-                self.count.duplicates += 1
                 self._waiting = None
                 return
             self._restart(emptied=True)

@@ -16,8 +16,6 @@ log = logging.getLogger(__name__)
 
 #: Steps of a worker before the next worker's turn.
 _TURN = 16
-#: Upper bounds of the histogram of hold times, in seconds.
-HOLD_BOUNDS = (0.0001, 0.00025, 0.0005, 0.00075, 0.001, 0.002, 0.005, 0.01, 0.1)
 
 
 class Worker(Protocol):
@@ -47,10 +45,6 @@ class Pump:
         self._queued: set[Worker] = set()
         self._scheduled: asyncio.Handle | None = None
         self._closed = False
-        #: How often the loop was held, by `HOLD_BOUNDS` and beyond; the longest time, and the total, in seconds.
-        self.holds = [0] * (len(HOLD_BOUNDS) + 1)
-        self.longest = 0.0
-        self.busy = 0.0
 
     def wake(self, worker: Worker) -> None:
         """Queue a worker that may have work."""
@@ -77,13 +71,10 @@ class Pump:
 
     def _run(self) -> None:
         self._scheduled = None
-        started = self._timer()
-        now = self._loop.time()
-        until = started + self._hold
+        now, until = self._loop.time(), self._timer() + self._hold
         more = True
         while more and self._timer() < until:
             more = self._turn(now, until) if self._ready else self._tend(now)
-        self._note(self._timer() - started)
         if more:
             self._schedule()
 
@@ -107,12 +98,3 @@ class Pump:
         except Exception:
             log.exception("processing KV events failed; continuing with the next ones")
             return False
-
-    def _note(self, held: float) -> None:
-        self.busy += held
-        self.longest = max(self.longest, held)
-        for place, bound in enumerate(HOLD_BOUNDS):
-            if held <= bound:
-                self.holds[place] += 1
-                return
-        self.holds[-1] += 1

@@ -23,7 +23,6 @@ from time import perf_counter
 from typing import Any
 
 import aiohttp
-from msgspec import Struct
 
 from fairlead.pool.aio import cancelled, read_at_most
 from fairlead.server.indexer.wire import MSGPACK, Answer, StateAnswer, read_answer, read_state, write
@@ -35,14 +34,6 @@ MAX_ANSWER, MAX_STATE = 4 << 20, 64 << 20
 #: Results of questions: late = no answer within the budget; down = not sent, because the indexer did not answer before;
 #: busy = not sent, because too many questions were open.
 RESULTS = ("answered", "late", "failed", "down", "busy")
-
-
-class QueryCounts(Struct):
-    """Counts of questions by result, and of polls of the state that succeeded or failed."""
-
-    ends: dict[str, int]
-    states: int = 0
-    lost_states: int = 0
 
 
 class IndexClient:
@@ -60,7 +51,8 @@ class IndexClient:
     ) -> None:
         """`budget`: seconds that one question may take. `took` receives the seconds that each answer took."""
         self.url = url.rstrip("/")
-        self.counts = QueryCounts(dict.fromkeys(RESULTS, 0))
+        #: Questions by their result.
+        self.ends = dict.fromkeys(RESULTS, 0)
         #: Whether questions are sent: the indexer answered last time.
         self.up = False
         self.budget = budget
@@ -90,7 +82,7 @@ class IndexClient:
 
     async def ask(self, **fields: Any) -> Answer | None:
         """Send a question with the fields of a `server.indexer.wire.Query`. `None` = no answer (see `RESULTS`)."""
-        ends = self.counts.ends
+        ends = self.ends
         if not self.up or self._session is None:
             ends["down"] += 1
             return None
@@ -139,7 +131,6 @@ class IndexClient:
                 async with asyncio.timeout(POLL_TIMEOUT):
                     state = read_state(await self._call("GET", "/state", MAX_STATE))
             except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
-                self.counts.lost_states += 1
                 self._down(str(error) or f"no state within {POLL_TIMEOUT:g} s")
                 wait = min(2 * wait, POLL_MOST)
             else:
@@ -148,7 +139,6 @@ class IndexClient:
             await asyncio.sleep(wait * (1 - 0.2 * self._rng.random()))
 
     def _had(self, state: StateAnswer) -> None:
-        self.counts.states += 1
         if self._now() < self._until:
             return
         if not self.up:

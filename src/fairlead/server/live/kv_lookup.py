@@ -82,7 +82,7 @@ class KvLookup(Knowledge):
             "up": client.up,
             "complaint": self._complaint,
             "index_size": state.index_size if state is not None else None,
-            "questions": client.counts.ends,
+            "questions": client.ends,
         }
         return super().page() | {"indexer": indexer}
 

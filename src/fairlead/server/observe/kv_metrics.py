@@ -181,7 +181,7 @@ def show_questions(registry: Registry, asker: "Callable[[], IndexClient]") -> Ca
     answer took."""
     seconds = histograms(bounds=_BOUNDS)
     text = "Questions to the indexer by end; all but 'answered' leave the request to learned prefixes."
-    registry.follow("counter", "fairlead_indexer_questions_total", text, lambda: asker().counts.ends, "result")
+    registry.follow("counter", "fairlead_indexer_questions_total", text, lambda: asker().ends, "result")
     registry.follow("gauge", "fairlead_indexer_up", "1 while the indexer answers.", lambda: asker().up)
     registry.show("fairlead_indexer_answer_seconds", "Time until the indexer answered.", seconds)
     return seconds.child().observe

@@ -43,28 +43,3 @@ async def test_nothing_is_taken_after_unwatch() -> None:
         assert index.entries == 0
         index.validate()
     await publisher.close()
-
-
-async def test_a_cut_connection_is_known_at_once_and_mended() -> None:
-    index = KvIndex()
-    index.add_slot(0)
-    publisher = KvPublisher(KvEventsConfig(), "pod", "m")
-    async with KvSubscriber(index) as events, asyncio.timeout(10):
-        events.watch(0, KvSource(publisher.events_address, publisher.replay_address, "*"))
-        (subscription,) = events.subscriptions(0)
-        store(publisher, 1)
-        while index.entries != 1:
-            await asyncio.sleep(0.002)
-        cache = subscription.feed.cache
-        subscription.cut()
-        assert not cache.linked
-        await asyncio.sleep(0.1)
-        store(publisher, 2)
-        await asyncio.sleep(0.05)
-        assert index.entries == 1
-        subscription.mend()
-        while index.entries != 2:
-            await asyncio.sleep(0.002)
-        assert cache.linked
-        assert not cache.provisional
-    await publisher.close()

@@ -37,7 +37,7 @@ class Client:
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
         self.answer: Answer | None = Answer(total=4, pods={"a": PodAnswer(matched=3, hit_rate=0.75, tiers={"cpu": 3})})
-        self.counts = type("Counts", (), {"ends": {"answered": 0}})()
+        self.ends = {"answered": 0}
 
     async def ask(self, **fields: Any) -> Answer | None:
         self.asked.append(fields)

@@ -8,15 +8,9 @@ from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.kv_metrics import show_indexer, show_questions
 
 
-class Counts(Struct):
-    ends: dict[str, int]
-    states: int = 0
-    lost_states: int = 0
-
-
 class Asker(Struct):
     up: bool
-    counts: Counts
+    ends: dict[str, int]
 
 
 class Asked(Struct):
@@ -28,7 +22,7 @@ class Asked(Struct):
 
 def test_a_scheduler_that_asks() -> None:
     registry = Registry()
-    asker = Asker(True, Counts({"answered": 5, "late": 2}))
+    asker = Asker(True, {"answered": 5, "late": 2})
     took = show_questions(registry, lambda: asker)
     took(0.002)
     page = registry.render().decode()

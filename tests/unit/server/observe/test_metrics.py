@@ -14,7 +14,7 @@ from fairlead.server.observe.metrics import SCALE_UP_HOLD_S, SchedulerMetrics
 
 
 class Totals:
-    ok, failed, suppressed, bytes, seconds = 40, 2, 10, 1000, 1.5
+    ok, failed, bytes, seconds = 40, 2, 1000, 1.5
 
 
 class Watched:
