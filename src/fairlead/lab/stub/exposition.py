@@ -34,6 +34,12 @@ def header(name: str, kind: str, help_text: str) -> str:
     return f"# HELP {name} {help_text}\n# TYPE {name} {kind}\n"
 
 
+def created(name: str, help_text: str, series: Sequence[str], unix: str) -> str:
+    """The gauge that says when each series of the metric `name` began. `series`: their labels; without any, no text."""
+    lines = "".join(f"{name}_created{text} {unix}\n" for text in series)
+    return header(f"{name}_created", "gauge", help_text) + lines if series else ""
+
+
 Read = Callable[[], float]
 #: A part of a page: a function that is called for each page and returns the text of this part.
 Part = Callable[[], str]
@@ -55,10 +61,8 @@ class HistogramLines:
 
     __slots__ = ("_prefixes", "_read", "_seen", "_sum", "_text", "_total")
 
-    def __init__(
-        self, name: str, label_values: Mapping[str, str], read: Callable[[], Histogram], bounds: Sequence[float]
-    ) -> None:
-        bound_texts = [*(number(bound) for bound in bounds), "+Inf"]
+    def __init__(self, name: str, label_values: Mapping[str, str], read: Callable[[], Histogram]) -> None:
+        bound_texts = [*(number(bound) for bound in read().bounds), "+Inf"]
         self._prefixes = [f"{name}_bucket{labels({**label_values, 'le': bound})} " for bound in bound_texts]
         self._total = f"{name}_count{labels(label_values)} "
         self._sum = f"{name}_sum{labels(label_values)} "
@@ -132,7 +136,6 @@ class HttpStats:
                 "http_request_duration_seconds",
                 {"handler": path, "method": method},
                 lambda: self._coarse[path, method],
-                _COARSE,
             )
         coarse.observe(seconds)
 
@@ -142,7 +145,7 @@ class HttpStats:
             self._request_lines,
             self._size_lines,
             fixed(header(fine, "histogram", _FINE_HELP)),
-            HistogramLines(fine, {}, lambda: self._fine, _FINE).text,
+            HistogramLines(fine, {}, lambda: self._fine).text,
             fixed(header(f"{fine}_created", "gauge", _FINE_HELP) + f"{fine}_created {self._created}\n"),
             self._duration_lines,
         ]
@@ -155,7 +158,7 @@ class HttpStats:
         ]
         lines = [header(f"{name}_total", "counter", _REQUESTS_HELP)]
         lines += [f"{name}_total{text} {number(count)}\n" for text, count in series]
-        lines += self._created_lines(name, _REQUESTS_HELP, [text for text, _ in series])
+        lines.append(created(name, _REQUESTS_HELP, [text for text, _ in series], self._created))
         return "".join(lines)
 
     def _size_lines(self) -> str:
@@ -171,7 +174,8 @@ class HttpStats:
                 # Streams have no Content-Length; the real page shows 0.0 for their size.
                 total = size if counted else 0
                 lines.append(f"{name}_count{text} {number(count)}\n{name}_sum{text} {number(total)}\n")
-            lines += self._created_lines(name, help_text, [labels({"handler": path}) for path in self._in_bytes])
+            series = [labels({"handler": path}) for path in self._in_bytes]
+            lines.append(created(name, help_text, series, self._created))
         return "".join(lines)
 
     def _duration_lines(self) -> str:
@@ -179,14 +183,8 @@ class HttpStats:
         lines = [header(name, "histogram", _COARSE_HELP)]
         lines += [entry.text() for entry in self._coarse_lines.values()]
         series = [labels({"handler": path, "method": method}) for path, method in self._coarse]
-        lines += self._created_lines(name, _COARSE_HELP, series)
+        lines.append(created(name, _COARSE_HELP, series, self._created))
         return "".join(lines)
-
-    def _created_lines(self, name: str, help_text: str, series: list[str]) -> list[str]:
-        if not series:
-            return []
-        head = header(f"{name}_created", "gauge", help_text)
-        return [head, *(f"{name}_created{text} {self._created}\n" for text in series)]
 
 
 # The process_* and python_* families of the real server's page, with values of the stub's own process.

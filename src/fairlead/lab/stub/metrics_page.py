@@ -5,63 +5,59 @@ only after it changed. vLLM's names and help texts are captured from the real se
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
-from typing import TypeVar
+from typing import Any, Literal
 
 from msgspec import Struct
 
-from fairlead.lab.engine.stats import EngineStats, Histogram
-from fairlead.lab.stub.exposition import HistogramLines, Part, Read, fixed, header, labels, number, page, sample
+from fairlead.lab.engine.spec import EngineSpec
+from fairlead.lab.engine.stats import EngineStats
+from fairlead.lab.stub.exposition import HistogramLines, Part, created, fixed, header, labels, number, page, sample
 from fairlead.lab.stub.replica import Replica
 
-T = TypeVar("T")
 #: An attribute of the engine's stats, or a function that computes a number from them.
 Source = str | Callable[[EngineStats], float]
 
 
 class Family(Struct, frozen=True):
-    """A gauge or a counter. A counter is exposed with `_total`, and with a `_created` gauge beside it."""
+    """A metric of vLLM's page. A counter has `_total` in its name. All but gauges have a gauge `_created` as well."""
 
     name: str
     help: str
-    counts: bool
-    #: Additional labels, and the value for each set of labels.
-    series: tuple[tuple[dict[str, str], Callable[[EngineStats], float]], ...]
-
-
-class Distribution(Struct, frozen=True):
-    name: str
-    help: str
-    read: Callable[[EngineStats], Histogram]
+    kind: Literal["gauge", "counter", "histogram"]
+    #: Additional labels, and the number or histogram for each set of labels.
+    series: tuple[tuple[dict[str, str], Callable[[Replica], Any]], ...]
+    #: Labels of all series.
+    common: tuple[str, ...] = ("engine", "model_name")
 
 
 def _zero(stats: EngineStats) -> float:
     return 0.0
 
 
-def _reader(source: Source) -> Callable[[EngineStats], float]:
-    return attrgetter(source) if isinstance(source, str) else source
+def _reader(source: Source) -> Callable[[Replica], Any]:
+    # A restart replaces the engine object, so it is looked up each time.
+    return attrgetter(f"engine.stats.{source}") if isinstance(source, str) else lambda r: source(r.engine.stats)
 
 
 def _gauge(name: str, help_text: str, source: Source) -> Family:
-    return Family(f"vllm:{name}", help_text, False, (({}, _reader(source)),))
+    return Family(f"vllm:{name}", help_text, "gauge", (({}, _reader(source)),))
 
 
 def _counter(name: str, help_text: str, source: Source = _zero) -> Family:
-    return Family(f"vllm:{name}", help_text, True, (({}, _reader(source)),))
+    return Family(f"vllm:{name}", help_text, "counter", (({}, _reader(source)),))
 
 
-def _by(name: str, help_text: str, counts: bool, label: str, **series: Source) -> Family:
+def _by(name: str, help_text: str, kind: Literal["gauge", "counter"], label: str, **series: Source) -> Family:
     """A family with one series for each value of a label."""
-    return Family(
-        f"vllm:{name}", help_text, counts, tuple(({label: value}, _reader(source)) for value, source in series.items())
-    )
+    readers = tuple(({label: value}, _reader(source)) for value, source in series.items())
+    return Family(f"vllm:{name}", help_text, kind, readers)
 
 
-def _histogram(name: str, help_text: str, attribute: str) -> Distribution:
-    return Distribution(f"vllm:{name}", help_text, attrgetter(attribute))
+def _histogram(name: str, help_text: str, attribute: str) -> Family:
+    return Family(f"vllm:{name}", help_text, "histogram", (({}, _reader(attribute)),))
 
 
 _FLOPS = "Estimated number of floating point operations per GPU (for Model Flops Utilization calculations)."
@@ -83,7 +79,7 @@ _CACHED_BY_SOURCE = (
     " vllm:prefix_cache_hits + vllm:external_prefix_cache_hits."
 )
 
-GAUGES_AND_COUNTERS: tuple[Family, ...] = (
+FAMILIES: tuple[Family, ...] = (
     _counter("estimated_flops_per_gpu", _FLOPS),
     _counter("estimated_read_bytes_per_gpu", _READ),
     _counter("estimated_write_bytes_per_gpu", _WRITTEN),
@@ -92,7 +88,7 @@ GAUGES_AND_COUNTERS: tuple[Family, ...] = (
     _by(
         "num_requests_waiting_by_reason",
         _BY_REASON,
-        False,
+        "gauge",
         "reason",
         capacity=lambda s: s.gauges.waiting - s.gauges.deferred,
         deferred="gauges.deferred",
@@ -100,7 +96,7 @@ GAUGES_AND_COUNTERS: tuple[Family, ...] = (
     _by(
         "engine_sleep_state",
         _SLEEP,
-        False,
+        "gauge",
         "sleep_state",
         awake="gauges.awake",
         weights_offloaded=_zero,
@@ -118,7 +114,7 @@ GAUGES_AND_COUNTERS: tuple[Family, ...] = (
     _by(
         "prompt_tokens_by_source",
         "Number of prompt tokens by source.",
-        True,
+        "counter",
         "source",
         local_compute=lambda s: s.prompt_tokens - s.prompt_tokens_cached,
         local_cache_hit="prompt_tokens_cached",
@@ -128,7 +124,7 @@ GAUGES_AND_COUNTERS: tuple[Family, ...] = (
     _by(
         "prompt_tokens_cached_by_source",
         _CACHED_BY_SOURCE,
-        True,
+        "counter",
         "source",
         device="prefix_hits",
         host=_zero,
@@ -140,7 +136,7 @@ GAUGES_AND_COUNTERS: tuple[Family, ...] = (
     _by(
         "request_success",
         "Count of successfully processed requests.",
-        True,
+        "counter",
         "finished_reason",
         stop=lambda s: s.finished["stop"],
         length=lambda s: s.finished["length"],
@@ -148,12 +144,16 @@ GAUGES_AND_COUNTERS: tuple[Family, ...] = (
         error=_zero,
         repetition=_zero,
     ),
-)
-
-REJECTIONS = "vllm:admission_rejections"
-REJECTIONS_HELP = "Number of admission attempts rejected by a queue limit, by reason."
-
-HISTOGRAMS: tuple[Distribution, ...] = (
+    Family(
+        "vllm:admission_rejections",
+        "Number of admission attempts rejected by a queue limit, by reason.",
+        "counter",
+        (
+            ({"reason": "max_num_queued_reqs"}, attrgetter("rejections")),
+            ({"reason": "max_num_queued_tokens"}, _reader(_zero)),
+        ),
+        common=("model_name",),
+    ),
     _histogram("request_prompt_tokens", "Number of prefill tokens processed.", "request_prompt_tokens"),
     _histogram("request_generation_tokens", "Number of generation tokens processed.", "request_generation_tokens"),
     _histogram("iteration_tokens_total", "Histogram of number of tokens per engine_step.", "iteration_tokens"),
@@ -186,11 +186,6 @@ HISTOGRAMS: tuple[Distribution, ...] = (
     ),
 )
 
-LORA_INFO = "vllm:lora_requests_info"
-LORA_INFO_HELP = "Running stats on lora requests."
-CACHE_CONFIG = "vllm:cache_config_info"
-CACHE_CONFIG_HELP = "Information of the LLMEngine CacheConfig"
-
 #: Labels of `vllm:cache_config_info` that no option of the stub changes.
 CACHE_CONFIG_FIXED = {
     **dict.fromkeys(
@@ -209,88 +204,54 @@ CACHE_CONFIG_FIXED = {
 }  # fmt: skip
 
 
-class MetricsPage:
-    """vLLM's page: all parts in their order. `before` and `after` are the parts around the engine's own families."""
+def vllm_page(replica: Replica, before: list[Part], after: list[Part]) -> Callable[[], bytes]:
+    """A function that makes the page of one replica: all parts in their order. `before` and `after` are the parts
+    around the engine's own families."""
+    parts, made = [*before], number(time.time())
+    for family in FAMILIES:
+        parts += _family_parts(family, replica, made)
+    if replica.spec.max_loras:
+        parts.append(partial(_lora_lines, replica))
+    parts.append(fixed(_cache_config(replica.spec)))
+    return partial(page, [*parts, *after])
 
-    def __init__(self, replica: Replica, before: list[Part], after: list[Part]) -> None:
-        self._replica = replica
-        self._labels = {"engine": "0", "model_name": replica.config.served_model}
-        self._created = number(time.time())
-        self._parts: list[Part] = [*before]
-        for family in GAUGES_AND_COUNTERS:
-            self._add(family)
-        self._add_rejections()
-        for histogram in HISTOGRAMS:
-            bounds = histogram.read(self._replica.engine.stats).bounds
-            self._parts.append(fixed(header(histogram.name, "histogram", histogram.help)))
-            lines = HistogramLines(histogram.name, self._labels, self._now(histogram.read), bounds)
-            self._parts.append(lines.text)
-            self._add_created(histogram.name, histogram.help, [self._labels])
-        if replica.spec.max_loras:
-            self._parts.append(self._lora_lines)
-        self._parts.append(fixed(self._cache_config()))
-        self._parts += after
 
-    def render(self) -> bytes:
-        return page(self._parts)
+def _family_parts(family: Family, replica: Replica, made: str) -> Iterator[Part]:
+    """`made`: when the counts began."""
+    known = {"engine": "0", "model_name": replica.config.served_model}
+    common = {name: known[name] for name in family.common}
+    name = f"{family.name}_total" if family.kind == "counter" else family.name
+    yield fixed(header(name, family.kind, family.help))
+    for extra, read in family.series:
+        now = partial(read, replica)
+        is_histogram = family.kind == "histogram"
+        yield HistogramLines(name, common, now).text if is_histogram else sample(name, common | extra, now)
+    if family.kind != "gauge":
+        yield fixed(created(family.name, family.help, [labels(common | extra) for extra, _ in family.series], made))
 
-    # A restart replaces the engine object, so values are looked up each time.
 
-    def _now(self, read: Callable[[EngineStats], T]) -> Callable[[], T]:
-        return lambda: read(self._replica.engine.stats)
+def _lora_lines(replica: Replica) -> str:
+    info, name = replica.lora_info, "vllm:lora_requests_info"
+    lines = [header(name, "gauge", "Running stats on lora requests.")]
+    for adapters, unix in info.series():
+        values = {"max_lora": str(info.max_loras), "running_lora_adapters": adapters, "waiting_lora_adapters": adapters}
+        lines.append(f"{name}{labels(values)} {number(unix)}\n")
+    return "".join(lines)
 
-    def _add(self, family: Family) -> None:
-        counts = family.counts
-        name = f"{family.name}_total" if counts else family.name
-        self._parts.append(fixed(header(name, "counter" if counts else "gauge", family.help)))
-        for extra, read in family.series:
-            self._parts.append(sample(name, self._labels | extra, self._now(read)))
-        if counts:
-            self._add_created(family.name, family.help, [self._labels | extra for extra, _ in family.series])
 
-    def _add_created(self, name: str, help_text: str, series: list[dict[str, str]]) -> None:
-        lines = "".join(f"{name}_created{labels(values)} {self._created}\n" for values in series)
-        self._parts.append(fixed(header(f"{name}_created", "gauge", help_text) + lines))
-
-    def _add_rejections(self) -> None:
-        name, help_text = REJECTIONS, REJECTIONS_HELP
-        model = {"model_name": self._labels["model_name"]}
-        reasons: Mapping[str, Read] = {
-            "max_num_queued_reqs": lambda: self._replica.rejections,
-            "max_num_queued_tokens": lambda: 0,
-        }
-        self._parts.append(fixed(header(f"{name}_total", "counter", help_text)))
-        for reason, read in reasons.items():
-            self._parts.append(sample(f"{name}_total", {**model, "reason": reason}, read))
-        self._add_created(name, help_text, [{**model, "reason": reason} for reason in reasons])
-
-    def _lora_lines(self) -> str:
-        info = self._replica.lora_info
-        name = LORA_INFO
-        lines = [header(name, "gauge", LORA_INFO_HELP)]
-        for adapters, unix in info.series():
-            values = {
-                "max_lora": str(info.max_loras),
-                "running_lora_adapters": adapters,
-                "waiting_lora_adapters": adapters,
-            }
-            lines.append(f"{name}{labels(values)} {number(unix)}\n")
-        return "".join(lines)
-
-    def _cache_config(self) -> str:
-        spec = self._replica.spec
-        values = CACHE_CONFIG_FIXED | {
-            "block_size": str(spec.block_size),
-            "effective_attention_block_size": str(spec.block_size),
-            "enable_prefix_caching": str(spec.prefix_caching),
-            "engine": "0",
-            "kv_cache_max_concurrency": str(spec.num_blocks * spec.block_size / spec.max_model_len),
-            "kv_cache_size_tokens": str(spec.num_blocks * spec.block_size),
-            "num_gpu_blocks": str(spec.num_blocks),
-            "user_specified_block_size": "True",
-        }
-        name = CACHE_CONFIG
-        return f"{header(name, 'gauge', CACHE_CONFIG_HELP)}{name}{labels(values)} 1.0\n"
+def _cache_config(spec: EngineSpec) -> str:
+    name = "vllm:cache_config_info"
+    values = CACHE_CONFIG_FIXED | {
+        "block_size": str(spec.block_size),
+        "effective_attention_block_size": str(spec.block_size),
+        "enable_prefix_caching": str(spec.prefix_caching),
+        "engine": "0",
+        "kv_cache_max_concurrency": str(spec.num_blocks * spec.block_size / spec.max_model_len),
+        "kv_cache_size_tokens": str(spec.num_blocks * spec.block_size),
+        "num_gpu_blocks": str(spec.num_blocks),
+        "user_specified_block_size": "True",
+    }
+    return f"{header(name, 'gauge', 'Information of the LLMEngine CacheConfig')}{name}{labels(values)} 1.0\n"
 
 
 # The metrics pages of other engines: the families that a scheduler reads, under each engine's names.
@@ -369,7 +330,7 @@ SERIES: Mapping[str, tuple[tuple[str, Mapping[str, str], str | Callable[[Replica
 
 
 def other_page(replica: Replica) -> Callable[[], bytes]:
-    """A function that makes the page of one replica, as `MetricsPage.render` does for vLLM."""
+    """As `vllm_page`, for another engine."""
     model = replica.config.served_model
     parts: list[Part] = []
     before = ""

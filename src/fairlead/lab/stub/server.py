@@ -23,7 +23,7 @@ from fairlead.lab.stub.connection import Connection, Heads, Held
 from fairlead.lab.stub.exposition import HttpStats, Part
 from fairlead.lab.stub.fields import SCALE_OUT, ApiError, Body
 from fairlead.lab.stub.generation import REQUEST_HEADER
-from fairlead.lab.stub.metrics_page import MetricsPage, other_page
+from fairlead.lab.stub.metrics_page import other_page, vllm_page
 from fairlead.lab.stub.plans import (
     Models,
     Plan,
@@ -62,7 +62,7 @@ class ReplicaServer:
         self._routes = routes(replica.spec.max_loras > 0, config.engine_type)
         self._http = HttpStats(time.time())
         self._page = (
-            MetricsPage(replica, process, self._http.parts()).render
+            vllm_page(replica, process, self._http.parts())
             if config.engine_type == DEFAULT_ENGINE
             else other_page(replica)
         )

@@ -168,7 +168,7 @@ def test_numbers_are_written_as_the_python_client_writes_them(value, text):
 
 def test_a_new_histogram_with_the_count_of_the_old_one_is_written_anew():
     current = Histogram((1.0, 2.0))
-    lines = HistogramLines("h", {}, lambda: current, current.bounds)
+    lines = HistogramLines("h", {}, lambda: current)
     current.observe(0.5)
     assert (
         lines.text()
