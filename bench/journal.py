@@ -30,12 +30,12 @@ from _output import tell
 from fairlead.compat.load import load
 from fairlead.compat.recorded import record
 from fairlead.config.building import build_pipeline
+from fairlead.core.clock import VirtualClock
 from fairlead.core.events import MetricsSampled, RequestArrived
 from fairlead.gateway.driver import Driver
 from fairlead.lab.simulator.run import policy_from
 from fairlead.lab.simulator.scenarios import headline
 from fairlead.lab.simulator.simulation import Simulation
-from fairlead.lab.simulator.world import Kernel
 from fairlead.server.journal.recorder import RecordedDriver, Recorder, StillClock
 from fairlead.server.journal.records import Segment
 from fairlead.server.journal.writer import Directory, Writer
@@ -77,7 +77,7 @@ class Nobody:
 def run(mode: str, feed: Events, cold: bool, folder: str) -> tuple[float, float]:
     """(µs of the loop's thread, µs of the writing thread) per request."""
     config = load("policy: default", need_endpoints=False)
-    kernel = Kernel(feed[0][0])
+    kernel = VirtualClock(feed[0][0])
     still = StillClock(kernel)
     clock = still if mode in ("taken", "written") else kernel
     pipeline = build_pipeline(config, clock, Random(1), snapshots=mode != "off")
@@ -103,7 +103,7 @@ _thread = [0.0]
 
 
 def _feed(
-    feed_one: Callable[[Any], None], kernel: Kernel, feed: Events, cold: bool, drained: Recorder | None
+    feed_one: Callable[[Any], None], kernel: VirtualClock, feed: Events, cold: bool, drained: Recorder | None
 ) -> tuple[int, float]:
     requests, spent = 0, 0.0
     process, mine = time.process_time(), time.thread_time()

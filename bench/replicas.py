@@ -34,6 +34,7 @@ from _output import tell
 from _replicated import Exchange, ReplicatedSimulation
 from fairlead.compat.load import load
 from fairlead.config.building import build_pipeline
+from fairlead.core.clock import VirtualClock
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.events import (
     EndpointUp,
@@ -52,7 +53,7 @@ from fairlead.core.scheduler import Pipeline
 from fairlead.lab.simulator.result import summarise
 from fairlead.lab.simulator.run import config_from, policy_text
 from fairlead.lab.simulator.scenarios import QUALITY, cut, scenario
-from fairlead.lab.simulator.world import Kernel, Scenario, replicas
+from fairlead.lab.simulator.world import Scenario, replicas
 from fairlead.lab.workload.record import Record, Workload
 
 #: Requests of a scenario, at most.
@@ -180,7 +181,7 @@ def _beside(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
 # What it costs.
 
 
-def _pipeline(clock: Kernel, fleet: type[Fleet]) -> Pipeline:
+def _pipeline(clock: VirtualClock, fleet: type[Fleet]) -> Pipeline:
     made = build_pipeline(
         load("flowControl: {enabled: false}\n", need_endpoints=False), clock, Random(1), fleet=fleet()
     )
@@ -223,7 +224,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def _told_and_heard(requests: list[Request]) -> dict[str, float]:
-    clock = Kernel(1000.0)
+    clock = VirtualClock(1000.0)
     alone, decides, hears = (_pipeline(clock, kind) for kind in (Fleet, SharedFleet, Fleet))
     reports: Reports = decides.fleet.reports  # type: ignore[attr-defined]
     payloads: list[bytes] = []

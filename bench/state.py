@@ -27,13 +27,13 @@ from typing import Any
 from _output import tell
 from fairlead.compat.load import load
 from fairlead.config.building import build_pipeline
+from fairlead.core.clock import VirtualClock
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.events import EndpointUp, MetricsSampled, Restored
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.request import PrefixChain
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.state import ENDPOINT_BLOCKS, VERSION, Head, encode, taken
-from fairlead.lab.simulator.world import Kernel
 from fairlead.server.files import write_whole
 from fairlead.server.journal.blocks import block
 from fairlead.server.live.memory import settle_memory
@@ -47,7 +47,7 @@ PAGE = Sample(waiting=0.0, running=0.0, kv_usage=0.5, block_size=16, num_blocks=
 
 
 def pool(count: int) -> Pipeline:
-    pipeline = build_pipeline(load("policy: default", need_endpoints=False), Kernel(), Random(1))
+    pipeline = build_pipeline(load("policy: default", need_endpoints=False), VirtualClock(), Random(1))
     for number in range(count):
         name = f"e{number}"
         pipeline.handle(EndpointUp(Endpoint(name, f"10.0.{number >> 8}.{number & 255}:8000", {"gpu": "one"})))

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from fairlead.compat.load import load
 from fairlead.config.building import build_pipeline
+from fairlead.core.clock import VirtualClock
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.events import EndpointUp, Restored
 from fairlead.core.fleet import Fleet
@@ -16,7 +17,6 @@ from fairlead.core.prefix import ChainHasher, PrefixIndex
 from fairlead.core.request import PrefixChain, Request
 from fairlead.core.state import ENDPOINT_BLOCKS, PART_BLOCKS, Head, decode, encode, taken
 from fairlead.core.tokens import TokenEstimator
-from fairlead.lab.simulator.world import Kernel
 
 HASHER = ChainHasher()
 PAGE = Sample(
@@ -302,7 +302,7 @@ def test_a_name_that_is_no_unicode_is_left_out() -> None:
 
 def test_it_enters_by_the_one_door() -> None:
     fleet, tokens = experienced()
-    pipeline = build_pipeline(load("policy: default", need_endpoints=False), Kernel(), Random(0))
+    pipeline = build_pipeline(load("policy: default", need_endpoints=False), VirtualClock(), Random(0))
     pipeline.handle(EndpointUp(Endpoint("e0", "10.0.0.0:8000", {"gpu": "fast"})))
     for part in known(fleet, tokens):
         assert pipeline.handle(Restored(part, 1.0)) == []

@@ -16,6 +16,7 @@ import pytest
 from fairlead.compat.load import load
 from fairlead.config.building import build_pipeline
 from fairlead.config.schema import Config, JournalSettings, StateSettings
+from fairlead.core.clock import VirtualClock
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import EndpointUp, Restored
 from fairlead.core.learned import EndpointLearned, PrefixesLearned
@@ -23,7 +24,6 @@ from fairlead.core.prefix import ChainHasher
 from fairlead.core.request import Request
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.state import VERSION, Head, encode
-from fairlead.lab.simulator.world import Kernel
 from fairlead.server import state as module
 from fairlead.server.journal.blocks import block
 from fairlead.server.state import MAGIC, StateFile, Stored, read_state
@@ -41,7 +41,9 @@ class Process:
     """What a scheduler has of it. `up`: endpoints that join at once."""
 
     def __init__(self, path: Path, *up: str, cut: ChainHasher = HASHER, **settings: Any) -> None:
-        self.pipeline: Pipeline = build_pipeline(load("policy: default", need_endpoints=False), Kernel(), Random(0))
+        self.pipeline: Pipeline = build_pipeline(
+            load("policy: default", need_endpoints=False), VirtualClock(), Random(0)
+        )
         self.events: list[Any] = []
         self.file = StateFile(
             path, StateSettings(**({"max_bytes": MOST} | settings)), self.pipeline, cut, self.feed, lambda: 0.0

@@ -18,6 +18,7 @@ from fairlead import __version__
 from fairlead.compat.recorded import restore
 from fairlead.config.building import SchedulingBuilder, build_pipeline
 from fairlead.config.schema import Config
+from fairlead.core.clock import VirtualClock
 from fairlead.core.errors import PLUGIN_FAILURES, PluginError, of_plugin
 from fairlead.core.events import (
     EndpointUp,
@@ -41,7 +42,6 @@ from fairlead.core.request import Request
 from fairlead.core.scheduling import Scheduling
 from fairlead.core.view import FleetView
 from fairlead.lab.simulator.journal import Faults, Run
-from fairlead.lab.simulator.world import Kernel
 from fairlead.server.journal.records import DECIDED, EVENTS, LOST, Decided, Segment
 
 
@@ -146,7 +146,7 @@ class Player:
         self._heed(head.scheduling)
         self.config = self._configured(head.scheduling)
         self.plugin_errors: list[PluginError] = []
-        self._clock = Kernel()
+        self._clock = VirtualClock()
         rng = Random(0)
         if head.chance is not None:
             version, state, gauss = head.chance
@@ -177,7 +177,7 @@ class Player:
             self.config = self._configured(event.document)
             self._heed(event.document)
             event = Reconfigured(self.config)
-        self._clock.move_to(time_s)
+        self._clock.now = time_s
         if self._head is not None:
             head, self._head = self._head, None
             for endpoint in head.endpoints:

@@ -6,7 +6,7 @@ from random import Random
 import numpy as np
 from msgspec import Struct
 
-from fairlead.core.clock import Timer
+from fairlead.core.clock import Timer, VirtualClock
 from fairlead.core.columns import FloatColumn
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.exact import ExactKnowledge
@@ -14,7 +14,7 @@ from fairlead.core.request import Request, Usage
 from fairlead.lab.engine.blocks import BlockHooks
 from fairlead.lab.engine.engine import Engine
 from fairlead.lab.engine.request import EngineRequest, StepResult
-from fairlead.lab.simulator.world import Kernel, Replica
+from fairlead.lab.simulator.world import Replica
 
 #: Called with the result of the steps whenever steps ended that affected a request.
 Watcher = Callable[[StepResult], None]
@@ -27,7 +27,7 @@ class Server:
         self,
         index: int,
         replica: Replica,
-        kernel: Kernel,
+        kernel: VirtualClock,
         watcher: Watcher,
         hooks: BlockHooks | None = None,
         seed: int = 0,
@@ -285,7 +285,7 @@ class OnItsWay(Struct, eq=False, gc=False):
 class LateEvents(ExactKnowledge):
     """Replaces the exact knowledge of a `Fleet`. Slots are the fleet's; `Request.blocks` are its `Blocks`."""
 
-    def __init__(self, kernel: Kernel, lag_s: float) -> None:
+    def __init__(self, kernel: VirtualClock, lag_s: float) -> None:
         super().__init__()
         self._kernel = kernel
         self._lag = lag_s

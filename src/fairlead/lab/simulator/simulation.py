@@ -31,7 +31,7 @@ from fairlead.config.building import build_pipeline, given
 from fairlead.config.registry import Registry
 from fairlead.config.schema import Config
 from fairlead.core import events as ev
-from fairlead.core.clock import Timer
+from fairlead.core.clock import Timer, VirtualClock
 from fairlead.core.endpoint import Sample
 from fairlead.core.errors import PluginError
 from fairlead.core.fleet import Fleet
@@ -42,7 +42,7 @@ from fairlead.core.request import Usage
 from fairlead.lab.engine.request import EngineRequest, StepResult
 from fairlead.lab.simulator.prompts import Prompts
 from fairlead.lab.simulator.server import Blocks, Hooks, LateEvents, Server
-from fairlead.lab.simulator.world import WARM_UP, Fault, Job, Kernel, Scenario, Status
+from fairlead.lab.simulator.world import WARM_UP, Fault, Job, Scenario, Status
 
 #: Kernel seconds at which a run begins; the workload begins `WARM_UP` later. Not 0, so that no code can confuse it with
 #: "never" or a wall clock.
@@ -74,12 +74,12 @@ class Simulation:
         watch: Callable[[DecisionRecord | OutcomeRecord | StallRecord], None] | None = None,
         validate: bool = False,
         registry: Registry | None = None,
-        kernel: Kernel | None = None,
+        kernel: VirtualClock | None = None,
         snapshots: bool = False,
     ) -> None:
         self.scenario = scenario
         self.world = world = scenario.world
-        self.kernel = kernel or Kernel(START)
+        self.kernel = kernel or VirtualClock(START)
         self.plugin_errors: list[PluginError] = []
         self._events: LateEvents | None = None
         if world.kv_lag_ms >= 0:

@@ -7,22 +7,12 @@ from typing import Literal
 from msgspec import Struct, field
 from msgspec.structs import astuple, replace
 
-from fairlead.core.clock import VirtualClock
 from fairlead.core.cost import PRIOR, StepModel
 from fairlead.core.request import Request
 from fairlead.lab.engine.presets import DEFAULT_PRESET, PRESETS, Preset, preset
 from fairlead.lab.engine.request import EngineRequest
 from fairlead.lab.engine.spec import EngineSpec
 from fairlead.lab.workload.record import Record, Workload
-
-
-class Kernel(VirtualClock):
-    """The time of a simulation."""
-
-    def move_to(self, now: float) -> None:
-        """Set the time, for callers that use no timers."""
-        self.now = now
-
 
 #: Limit of a prompt and its answer for built-in presets, in tokens: the longest prompt of the Mooncake traces (126,195
 #: tokens) and its answer fit.

@@ -1,8 +1,9 @@
-"""Kernel, prompts and server of the simulator, each for itself."""
+"""Clock, prompts and server of the simulator, each for itself."""
 
 import pytest
 from msgspec import structs
 
+from fairlead.core.clock import VirtualClock
 from fairlead.core.tokens import TokenEstimator
 from fairlead.lab.engine.presets import preset
 from fairlead.lab.engine.request import EngineRequest
@@ -10,12 +11,12 @@ from fairlead.lab.simulator.prompts import Prompts
 from fairlead.lab.simulator.run import config_from
 from fairlead.lab.simulator.server import Server
 from fairlead.lab.simulator.simulation import Simulation
-from fairlead.lab.simulator.world import Kernel, Replica, Scenario, World, replicas
+from fairlead.lab.simulator.world import Replica, Scenario, World, replicas
 from fairlead.lab.workload.record import Record, Workload
 
 
 def test_timers_fire_in_order_of_time_and_then_of_setting():
-    kernel = Kernel(5.0)
+    kernel = VirtualClock(5.0)
     seen = []
     kernel.call_at(7.0, seen.append, "b")
     kernel.call_at(6.0, seen.append, "a")
@@ -28,7 +29,7 @@ def test_timers_fire_in_order_of_time_and_then_of_setting():
 
 
 def test_a_timer_in_the_past_fires_now():
-    kernel = Kernel(5.0)
+    kernel = VirtualClock(5.0)
     at = []
     kernel.call_at(1.0, lambda: at.append(kernel.time()))
     kernel.run(lambda: True, 9.0)
@@ -36,7 +37,7 @@ def test_a_timer_in_the_past_fires_now():
 
 
 def test_a_run_ends_when_nothing_is_left_to_wait_for():
-    kernel = Kernel()
+    kernel = VirtualClock()
     left = [3]
 
     def again():
@@ -91,7 +92,7 @@ def test_what_no_id_names_is_unique():
 
 
 def test_a_server_wakes_when_something_comes_of_a_request_and_not_before():
-    kernel = Kernel(100.0)
+    kernel = VirtualClock(100.0)
     seen = []
     server = Server(0, replicas(1, block_size=64)[0], kernel, lambda result: seen.append(kernel.now))
     server.add(EngineRequest("0", bytes(4 * 640), 200))
@@ -104,7 +105,7 @@ def test_a_server_wakes_when_something_comes_of_a_request_and_not_before():
 
 
 def test_a_crash_forgets_everything_and_a_restart_begins_anew():
-    kernel = Kernel(0.0)
+    kernel = VirtualClock(0.0)
     server = Server(0, replicas(1, block_size=64)[0], kernel, lambda result: None)
     server.add(EngineRequest("0", bytes(4 * 640), 200))
     kernel.run(lambda: True, 1.0)
@@ -136,7 +137,7 @@ def test_servers_on_one_machine_slow_each_other_down_while_both_compute():
 
 
 def test_a_request_takes_longer_to_reach_an_engine_whose_neighbour_computes():
-    kernel = Kernel()
+    kernel = VirtualClock()
     text = "latency: {c0_ms: 10}\ncontention: 0.5\noverhead_ms: 8\ncontended_overhead_ms: 20\n"
     one, other = (Server(i, r, kernel, lambda result: None) for i, r in enumerate(replicas(2, preset(text))))
     one.neighbours, other.neighbours = [other], [one]

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from fairlead.core import events as ev
+from fairlead.core.clock import VirtualClock
 from fairlead.core.instructions import Reject, Route
 from fairlead.gateway.driver import Driver
 from fairlead.lab.simulator.run import policy_from
 from fairlead.lab.simulator.scenarios import headline, mooncake
 from fairlead.lab.simulator.simulation import START, Simulation
-from fairlead.lab.simulator.world import Kernel
 
 _order = count()
 
@@ -68,7 +68,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return timer
 
 
-class LoopKernel(Kernel):
+class LoopKernel(VirtualClock):
     """The simulator's clock, on an event loop."""
 
     def __init__(self, loop: VirtualLoop) -> None:
