@@ -395,42 +395,34 @@ class Simulation:
         if not 0 <= fault.replica < len(self.servers):
             raise ValueError(f"fault {fault.kind!r} names replica {fault.replica} of {len(self.servers)}")
         begin = self.kernel.now + WARM_UP + fault.at_s
-        self.kernel.call_at(begin, self._begin_fault, fault)
+        self.kernel.call_at(begin, self._turn, fault, True)
         if fault.for_s > 0:
-            self.kernel.call_at(begin + fault.for_s, self._end_fault, fault)
+            self.kernel.call_at(begin + fault.for_s, self._turn, fault, False)
 
-    def _begin_fault(self, fault: Fault) -> None:
+    def _turn(self, fault: Fault, on: bool) -> None:
+        """Begin a fault, or end it."""
         server = self.servers[fault.replica]
         if fault.kind == "slow":
-            server.slow(fault.factor)
-        elif fault.kind == "down":
-            server.crash()
-            for job in self.jobs:
-                if job.leg()[0] == fault.replica and job.leg()[1] is not None:
-                    self.broken(job, "connection lost", status=0)
-            self.kernel.call_at(self.kernel.now + self.world.detect_s, self._notice, fault.replica, False)
-        elif fault.kind == "away":
-            self.feed(ev.EndpointDown(server.endpoint.id))
+            server.slow(fault.factor if on else 1.0)
         elif fault.kind == "hang":
-            server.hang(True)
-        else:
-            server.freeze(fault.kind)
-
-    def _end_fault(self, fault: Fault) -> None:
-        server = self.servers[fault.replica]
-        if fault.kind == "slow":
-            server.slow(1.0)
+            server.hang(on)
         elif fault.kind == "down":
-            server.restart()
-            self.kernel.call_at(self.kernel.now + self.world.detect_s, self._notice, fault.replica, True)
-        elif fault.kind == "away":
+            self._crash(fault.replica) if on else server.restart()
+            self.kernel.call_at(self.kernel.now + self.world.detect_s, self._notice, fault.replica, not on)
+        elif fault.kind != "away":
+            server.freeze(fault.kind if on else "")
+        elif on:
+            self.feed(ev.EndpointDown(server.endpoint.id))
+        else:
             if server.idle:
                 server.restart()
             self.join(fault.replica)
-        elif fault.kind == "hang":
-            server.hang(False)
-        else:
-            server.freeze("")
+
+    def _crash(self, index: int) -> None:
+        self.servers[index].crash()
+        for job in self.jobs:
+            if job.leg()[0] == index and job.leg()[1] is not None:
+                self.broken(job, "connection lost", status=0)
 
     def _notice(self, index: int, up: bool) -> None:
         """The scheduler learns that a server went down or came back, unless that has changed since."""
