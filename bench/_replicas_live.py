@@ -22,9 +22,10 @@ from valkey.asyncio import Valkey
 
 from _gateway import children, usage
 from fairlead.gateway.envoy.admin import EnvoyAdmin
+from fairlead.gateway.memory import raise_file_limit
 from fairlead.gateway.ports import obstacle
 from fairlead.lab.demo import MODEL, Child
-from fairlead.lab.load.process import allow_many_sockets, run_in_process
+from fairlead.lab.load.process import run_in_process
 from fairlead.lab.load.runner import run
 from fairlead.lab.load.spec import Options, Record, RunSpec
 from fairlead.lab.load.workload import AnyWorkload, Call, Chat, ClosedLoop, Poisson, SharedPrefix, Workload, text
@@ -197,7 +198,7 @@ class Site:
             finally:
                 arrivals.over = True
 
-        allow_many_sockets()
+        raise_file_limit()
         options = Options(duration_s=3600.0, timeout_s=drain_s, gaps=False)
         playing = asyncio.create_task(play())
         result = await run(f"http://127.0.0.1:{self.port}", workload, arrivals, options)

@@ -158,8 +158,8 @@ def _run(url: str, load: "Load", model: str, options: "Options") -> "RunResult":
 
     from fairlead.cli.bench_load import bench_progress
     from fairlead.core.errors import ConfigError
+    from fairlead.gateway.memory import raise_file_limit
     from fairlead.lab.load.probe import ask_models, normal_target
-    from fairlead.lab.load.process import allow_many_sockets
     from fairlead.lab.load.runner import run
 
     target = normal_target(url)
@@ -168,7 +168,7 @@ def _run(url: str, load: "Load", model: str, options: "Options") -> "RunResult":
         raise ConfigError(f"{target}/v1/models names no model (status {status}): say which one to ask for", "--model")
     fallback = served[0] if served else model
     workload = load.workload(model, fallback)
-    allow_many_sockets()
+    raise_file_limit()  # each request in flight holds a socket
     with bench_progress(f"{load.described} → {target}, model {model or fallback or 'of the file'}") as step:
         sent = run(target, workload, load.arrivals, options, step, load.described, interruptible=True)
         return asyncio.run(sent)

@@ -7,7 +7,6 @@ the pipe of standard output breaks and the run ends.
 
 import asyncio
 import os
-import resource
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
@@ -17,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from fairlead.core.errors import ConfigError, FairleadError
+from fairlead.gateway.memory import raise_file_limit
 from fairlead.lab.load.runner import OnProgress, run
 from fairlead.lab.load.spec import Progress, RunResult, RunSpec
 from fairlead.server.python import python_module
@@ -29,7 +29,7 @@ _KEPT_ERRORS = 4000
 
 def main(result_path: str) -> int:
     """Run the spec and return the exit code of the process."""
-    allow_many_sockets()
+    raise_file_limit()  # each request in flight holds a socket
     output = sys.stdout.fileno()
     os.set_blocking(output, False)
 
@@ -49,14 +49,6 @@ def main(result_path: str) -> int:
     with open(result_path, "wb") as file:
         file.write(msgspec.msgpack.encode(result))
     return 0
-
-
-def allow_many_sockets() -> None:
-    """Raise the limit of open files, because each request in flight holds a socket and a common soft limit is 1024."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = hard if hard != resource.RLIM_INFINITY else 1 << 20
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def run_in_process(spec: RunSpec, on_progress: OnProgress | None = None) -> RunResult:

@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import resource
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ import yaml
 from fairlead.apis.engine_metrics import DEFAULT_ENGINE, ENGINE_LABELS, TRTLLM_PATH
 from fairlead.core.endpoint import host_port
 from fairlead.core.errors import FairleadError
+from fairlead.gateway.memory import raise_file_limit
 from fairlead.lab.stub.config import Faults, StubConfig, changed
 from fairlead.lab.stub.connection import Held
 from fairlead.lab.stub.exposition import Part, process_parts
@@ -177,14 +177,11 @@ class StubPool:
 
 
 def _have_files(publishers: int) -> None:
-    """Raise the limit of open files if needed, because libzmq ends the process if none are left. Raises `PortTaken` if
-    the hard limit is too low."""
-    needed = _FILES_PER_PUBLISHER * publishers + _OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY not in (soft, hard) and needed > hard:
-        raise PortTaken(f"KV events of {publishers} replicas need {needed} open files; raise the limit of {hard}")
-    if soft != resource.RLIM_INFINITY and needed > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    """Raise the limit of open files, because libzmq ends the process if none are left. Raises `PortTaken` if the hard
+    limit is too low."""
+    needed, limit = _FILES_PER_PUBLISHER * publishers + _OTHER_FILES, raise_file_limit()
+    if needed > limit:
+        raise PortTaken(f"KV events of {publishers} replicas need {needed} open files; raise the limit of {limit}")
 
 
 # The `fairlead stub` command: start a pool, print its addresses, wait for a signal, stop.
