@@ -16,6 +16,7 @@ from fairlead.config.schema import Metrics
 from fairlead.gateway import h2
 from fairlead.pool.aio import read_at_most
 from fairlead.pool.authorities import trusting
+from fairlead.pool.scrape import TokenFile
 
 Trouble = Literal["refused", "silent", "not-http", "tls", "untrusted", "other"]
 TIMEOUT = 3.0
@@ -71,6 +72,7 @@ class Client:
 
     def __init__(self, metrics: Metrics, most_bytes: int = _MOST_BYTES) -> None:
         self._metrics = metrics
+        self._token = TokenFile(metrics.token_file)
         self._most_bytes = most_bytes
         self._ssl: ssl.SSLContext | bool = True
         self._turn = asyncio.Semaphore(AT_ONCE)
@@ -105,14 +107,12 @@ class Client:
 
     async def scrape(self, url: str) -> Answer:
         """GET a metrics page, with the token that the scraper sends. Raises `Unreached`."""
-        path = self._metrics.token_file
-        headers = {}
-        if path:
-            try:
-                token = await asyncio.to_thread(_read, path)
-            except OSError as error:
-                raise Unreached("other", f"cannot read {path}: {error.strerror or error}") from None
-            headers["Authorization"] = f"Bearer {token}"
+        try:
+            headers = await self._token.headers()
+        except OSError as error:
+            raise Unreached("other", f"cannot read {self._metrics.token_file}: {error.strerror or error}") from None
+        except ValueError as error:
+            raise Unreached("other", str(error)) from None
         return await self.get(url, headers, _PATIENCE * self._metrics.timeout)
 
     async def _ask(
@@ -158,11 +158,6 @@ def _reason(error: Exception) -> str:
     plain = os.strerror(code) if code and code > 0 and not isinstance(cause, ssl.SSLError) else ""
     text = plain or said or str(cause) or type(error).__name__
     return " ".join(text.split())[:300]
-
-
-def _read(path: str) -> str:
-    with open(path, encoding="ascii", errors="replace") as file:
-        return file.read(65_536).strip()
 
 
 async def speaks_tls(host: str, port: int) -> bool:

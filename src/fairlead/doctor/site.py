@@ -17,7 +17,7 @@ from fairlead.compat.load import read_bytes
 from fairlead.config.checks import engine_table, with_page
 from fairlead.config.endpoint_list import Listed, parse_endpoints_text
 from fairlead.config.schema import Config
-from fairlead.core.endpoint import Endpoint, host_port
+from fairlead.core.endpoint import Endpoint, Sample, host_port
 from fairlead.core.errors import FairleadError
 from fairlead.core.text import masked
 from fairlead.doctor.http import Answer, Client, Unreached, speaks_tls
@@ -26,7 +26,7 @@ from fairlead.pool.aio import cancelled
 from fairlead.pool.endpoints_file import RESOLVE_TIMEOUT_S, preferred, resolve_host
 from fairlead.pool.model_files import load_tokeniser
 from fairlead.pool.scrape import TokenFile, page_address
-from fairlead.pool.served_models import read_model_list
+from fairlead.pool.served_models import ModelList, read_model_list
 from fairlead.server.observe.fleet_gauges import EndpointStatus
 
 Need = Literal["endpoints", "admin", "gateway", "any-gateway", "probe", "events", "tokens", "embedded"]
@@ -323,6 +323,15 @@ class Site:
     def specs(self, engine: str) -> EngineSpecs:
         return compile_engine(self.engines[engine])
 
+    def fitting(self, page: Answer | Unreached) -> tuple[str, Sample]:
+        """The first known engine whose metric names match a metrics page, and the page's content; empty = none."""
+        if isinstance(page, Answer) and page.status == 200:
+            for engine in self.engines:
+                reading = read_page(page.body, self.specs(engine))
+                if not reading.empty:
+                    return engine, reading.sample
+        return "", Sample()
+
     async def ask(self, endpoint: Endpoint, path: str) -> Answer:
         """A page of the model server itself. Raises `Unreached`; with trouble `tls` if it only speaks TLS."""
         return await self.once((endpoint.address, path), lambda: self._ask(endpoint, path))
@@ -375,22 +384,22 @@ class Site:
             return None
         return read_page(page.body, self.specs(self.engine(endpoint)))
 
-    async def served(self, endpoint: Endpoint) -> dict[str, bool]:
-        """The names of the models that an endpoint serves, and whether each is an adapter; empty = unknown."""
+    async def _listed(self, endpoint: Endpoint) -> ModelList:
+        """The endpoint's list of models; empty = unknown."""
         try:
             answer = await self.ask(endpoint, "/v1/models")
-            rows = answer.json()["data"] if answer.status == 200 else []
-            return {str(row["id"]): bool(row.get("parent")) for row in rows}
-        except (Unreached, ValueError, KeyError, TypeError, AttributeError):
-            return {}
+            return read_model_list(answer.body) if answer.status == 200 else ModelList()
+        except (Unreached, ValueError):
+            return ModelList()
+
+    async def served(self, endpoint: Endpoint) -> dict[str, bool]:
+        """The names of the models that an endpoint serves, and whether each is an adapter; empty = unknown."""
+        listed = await self._listed(endpoint)
+        return {name: name in (listed.adapters or ()) for name in listed.entries}
 
     async def contexts(self, endpoint: Endpoint) -> Mapping[str, int]:
         """By base model, if it is known: how many tokens prompt and answer may have together."""
-        try:
-            answer = await self.ask(endpoint, "/v1/models")
-            return read_model_list(answer.body).base.contexts if answer.status == 200 else {}
-        except (Unreached, ValueError):
-            return {}
+        return (await self._listed(endpoint)).base.contexts
 
     async def model(self, endpoint: Endpoint) -> str:
         """The base model of an endpoint; empty = unknown."""

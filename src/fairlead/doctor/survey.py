@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from fairlead.apis.engine_metrics import ENGINES, TRTLLM_PATH, compile_engine
-from fairlead.apis.prometheus import read_page
+from fairlead.apis.engine_metrics import TRTLLM_PATH
 from fairlead.compat.load import load
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.errors import ADMIN_PORT
@@ -94,10 +93,10 @@ async def _look(site: Site, endpoint: Endpoint) -> Server:
         return Server(address=endpoint.id, problem=f"does not answer ({page})")
     if isinstance(version, Answer) and version.body.startswith(ADMIN_PORT.encode()):
         return Server(address=endpoint.id, problem=f"{ADMIN_PORT}, not a model server")
-    engine, sample = _engine(page)
+    engine, sample = site.fitting(page)
     metrics_url = ""
     if not engine:
-        engine, sample = _engine(await tried(site.ask(endpoint, TRTLLM_PATH)))
+        engine, sample = site.fitting(await tried(site.ask(endpoint, TRTLLM_PATH)))
         metrics_url = f"http://{endpoint.id}{TRTLLM_PATH}" if engine else ""
     if not (engine or served or _version(version)):
         listing = await tried(site.ask(endpoint, "/v1/models"))
@@ -116,15 +115,6 @@ async def _look(site: Site, endpoint: Endpoint) -> Server:
         sample=sample,
         kv_events=source.events if source is not None else "",
     )
-
-
-def _engine(page: Answer | Unreached) -> tuple[str, Sample]:
-    if isinstance(page, Answer) and page.status == 200:
-        for name, metrics in ENGINES.items():
-            reading = read_page(page.body, compile_engine(metrics))
-            if not reading.empty:
-                return name, reading.sample
-    return "", Sample()
 
 
 def _version(answer: Answer | Unreached) -> str:

@@ -5,7 +5,7 @@ import resource
 from urllib.parse import urljoin
 
 from fairlead.apis.engine_metrics import ENGINE_LABELS, TRTLLM_PATH, unknown_engine
-from fairlead.apis.prometheus import Reading, came_instead, find_family, read_page
+from fairlead.apis.prometheus import Reading, came_instead, find_family
 from fairlead.config.endpoint_list import PORT_LABEL, port_number
 from fairlead.config.problems import shorten
 from fairlead.config.schema import Config
@@ -87,9 +87,7 @@ async def _metrics_of(site: Site, endpoint: Endpoint) -> list[Finding]:
     assert reading is not None
     if answer.seconds > site.config.metrics.timeout:
         answer = await site.alone(lambda: site.client.scrape(endpoint.scrape_url), answer)
-    content = (
-        await _unfit(site, endpoint, answer.body) if reading.empty else _content(site, endpoint, answer.body, reading)
-    )
+    content = await _unfit(site, endpoint, answer) if reading.empty else _content(site, endpoint, answer.body, reading)
     return [*_limits(site.config, endpoint, answer), *content]
 
 
@@ -110,25 +108,19 @@ def _limits(config: Config, endpoint: Endpoint, answer: Answer) -> list[Finding]
     return findings
 
 
-async def _unfit(site: Site, endpoint: Endpoint, page: bytes) -> list[Finding]:
+async def _unfit(site: Site, endpoint: Endpoint, page: Answer) -> list[Finding]:
     """Findings for a page that has no load metric of the engine that it is read for."""
-    evidence, fits = f"it is read for {site.engine(endpoint)}; it is one of ", _fits(site, page)
+    evidence, fits = f"it is read for {site.engine(endpoint)}; it is one of ", site.fitting(page)[0]
     if fits:
         return [ENGINE.at(endpoint.id, evidence + fits, f"label the endpoint with {ENGINE_LABELS[0]}: {fits}")]
-    answer = await tried(site.client.scrape(urljoin(endpoint.scrape_url, TRTLLM_PATH)))
-    fits = _fits(site, answer.body) if isinstance(answer, Answer) and answer.status == 200 else ""
-    if not fits and (instead := came_instead(page)):
-        beginning = shorten(" ".join(page[:400].decode("utf-8", "replace").split()))
+    fits, _ = site.fitting(await tried(site.client.scrape(urljoin(endpoint.scrape_url, TRTLLM_PATH))))
+    if not fits and (instead := came_instead(page.body)):
+        beginning = shorten(" ".join(page.body[:400].decode("utf-8", "replace").split()))
         evidence = f"{endpoint.scrape_url}: {instead} came instead of metrics{beginning and ': '}{beginning}"
         return [REFUSED.at(endpoint.id, evidence, "correct metricsUrl or metrics.path, or let no proxy answer there")]
     there = urljoin(endpoint.scrape_url, TRTLLM_PATH)
     fix = f"set the label {ENGINE_LABELS[0]}: {fits}; its page is {there}, unless metricsUrl or metrics.path differ"
     return [ENGINE.at(endpoint.id, f"{evidence}no known engine", fix if fits else "")]
-
-
-def _fits(site: Site, page: bytes) -> str:
-    """The first known engine whose metric names match the page; empty = none."""
-    return next((name for name in site.engines if not read_page(page, site.specs(name)).empty), "")
 
 
 def _content(site: Site, endpoint: Endpoint, page: bytes, reading: Reading) -> list[Finding]:
