@@ -7,6 +7,7 @@ Rules
   on as with any failure of a plugin. Code of this package is never interrupted, so its state stays whole.
 * All plugins are called so that this works. What else holds up the loop, and what goes on in spite of it, is logged
   with its place. C code that keeps the interpreter lock, such as a long search of `re`, stops this thread too.
+* Simulations and replays run without an event loop (`watched`): they are sent signals all the time.
 """
 
 import asyncio
@@ -14,6 +15,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -26,6 +30,9 @@ log = get("plugins")
 
 #: Seconds without a turn of the event loop until the first signal; half of it between two signals.
 LIMIT_S = 1.0
+#: Seconds between two signals where there is no event loop. Each interruption halves them, down to the second number:
+#: a simulated day has a thousand rests of a plugin that never returns.
+ALONE_S, ALONE_LEAST_S = 1.0, 0.03
 _SIGNAL = int(signal.SIGRTMIN) + 1
 #: If the thread itself wakes so much later, no call is blamed.
 _LATE_S = 0.05
@@ -37,17 +44,18 @@ _OWN = f"{Path(fairlead.__file__).parent}/"
 
 
 class PluginWatch:
-    """Make it on the main thread, with its event loop; `close()` it there."""
+    """Make it on the main thread, with its event loop; `close()` it there. `loop`: `None` = there is none."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, limit_s: float = LIMIT_S) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop | None, limit_s: float = LIMIT_S) -> None:
         #: Interrupted calls, and times that the loop was held up by what could not be interrupted.
         self.count = 0
-        self._loop, self._limit = loop, limit_s
+        self._limit = limit_s
         self._main = threading.get_ident()
         self._call: FrameType | None = None
         self._turned, self._closed = threading.Event(), threading.Event()
         self._before = signal.signal(_SIGNAL, self._interrupt)
-        self._thread = threading.Thread(target=self._run, name="plugin-watch", daemon=True)
+        run = self._signal_alone if loop is None else partial(self._watch_turns, loop)
+        self._thread = threading.Thread(target=run, name="plugin-watch", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -56,24 +64,35 @@ class PluginWatch:
         self._thread.join()
         signal.signal(_SIGNAL, self._before)
 
-    def _run(self) -> None:
+    def _signal_alone(self) -> None:
+        began, wait = time.monotonic(), self._limit
+        while not self._closed.wait(wait):
+            self._signal(began, wait)
+            began, wait = time.monotonic(), max(self._limit * 0.5**self.count, ALONE_LEAST_S)
+
+    def _watch_turns(self, loop: asyncio.AbstractEventLoop) -> None:
         while not self._closed.wait(self._limit):
             self._turned.clear()
             try:
-                self._loop.call_soon_threadsafe(self._turned.set)
+                loop.call_soon_threadsafe(self._turned.set)
             except RuntimeError:  # the loop is closed
                 return
             signals, wait, began = 0, self._limit, time.monotonic()
             while not self._turned.wait(wait) and not self._closed.is_set():
-                if time.monotonic() - began > 1.25 * wait + _LATE_S:  # the whole machine stalls
-                    self._call = None
-                else:
-                    signal.pthread_kill(self._main, _SIGNAL)
+                if self._signal(began, wait):
                     signals, wait = signals + 1, self._limit / 2
                     if signals == _LOGGED_AFTER:
                         self._log()
                 began = time.monotonic()
             self._call = None
+
+    def _signal(self, began: float, wait: float) -> bool:
+        """Send a signal after having waited since `began`, unless that took so long that the whole machine stalls."""
+        if time.monotonic() - began > 1.25 * wait + _LATE_S:
+            self._call = None
+            return False
+        signal.pthread_kill(self._main, _SIGNAL)
+        return True
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         call, _ = _plugin_call(frame)
@@ -93,6 +112,20 @@ class PluginWatch:
             "" if code is None else f"{code.co_qualname} ({Path(code.co_filename).name}, line {code.co_firstlineno})"
         )
         log.error("the event loop is held up", plugin=call is not None, where=where)
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Interrupt plugins that do not return in the body, which runs without an event loop: calls that last for two
+    signals. Outside the main thread, which alone handles signals, none is interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    watch = PluginWatch(None, ALONE_S)
+    try:
+        yield
+    finally:
+        watch.close()
 
 
 def _plugin_call(frame: FrameType | None) -> tuple[FrameType | None, CodeType | None]:

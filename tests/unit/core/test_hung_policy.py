@@ -15,11 +15,12 @@ from fairlead.core.errors import REST_S, NeverReturned, PluginError
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Waiting
 from fairlead.core.instructions import Route
-from fairlead.core.policy import Context, Picked, Picker, Stage, clamped
+from fairlead.core.policy import Context, Cycle, Picked, Picker, Stage, clamped
 from fairlead.core.profile import Profile
 from fairlead.core.request import Request
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.tokens import TokenEstimator
+from fairlead.core.view import FleetView
 from fairlead.plugins.guarding import (
     GuardedCeiling,
     GuardedFilter,
@@ -31,6 +32,7 @@ from fairlead.plugins.guarding import (
 )
 from fairlead.plugins.pickers import MaxScore, MaxScoreParams
 from fairlead.plugins.policies.cost_model import CostModel, CostModelParams
+from fairlead.plugins.policies.ranked import Ranked
 from fairlead.testing import SimClock, fleet
 
 
@@ -63,6 +65,25 @@ def test_a_policy_that_did_not_return_twice_rests(error: BaseException) -> None:
         assert isinstance(route, Route) and policy.calls == len(errors) == calls
         clock.advance(REST_S / 2)
     assert ["it decides nothing for 60 s" in str(error) for error in errors] == [False, True, True]
+
+
+class HangsInCosts(Ranked):
+    type = "theirs"
+    calls = 0
+
+    def cost(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn:
+        self.calls += 1
+        raise NeverReturned
+
+
+def test_a_policy_whose_costs_did_not_return_twice_rests() -> None:
+    clock, errors, policy = SimClock(), list[PluginError](), HangsInCosts()
+    pipeline = Pipeline(clock, Random(1), Fleet(), policy, TokenEstimator(), errors.append)
+    pipeline.handle(ev.EndpointUp(Endpoint("e0", "10.0.0.1:80")))
+    for number, calls in enumerate((1, 2, 2)):
+        pipeline.handle(ev.RequestArrived(Request(id=number, arrived=clock.time())))
+        assert policy.calls == len(errors) == calls
+    assert "it decides nothing for 60 s" in str(errors[1])
 
 
 def test_a_policy_that_did_not_return_long_ago_is_asked_again() -> None:

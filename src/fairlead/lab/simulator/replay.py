@@ -35,7 +35,7 @@ from fairlead.core.events import (
     StreamLost,
     UsageReported,
 )
-from fairlead.core.policy import Answer, Context, Picked, Policy, Refused, choose_or_raise, told
+from fairlead.core.policy import Answer, Context, Guard, Picked, Policy, Refused, choose_or_raise, told
 from fairlead.core.records import DecisionRecord, Trace
 from fairlead.core.reports import SharedFleet
 from fairlead.core.request import Request
@@ -43,6 +43,7 @@ from fairlead.core.scheduling import Scheduling
 from fairlead.core.view import FleetView
 from fairlead.lab.simulator.journal import Faults, Run
 from fairlead.server.journal.records import DECIDED, EVENTS, LOST, Decided, Segment
+from fairlead.server.plugin_watch import watched
 
 
 class Guided(Struct, frozen=True):
@@ -79,7 +80,7 @@ class Beside(Struct, frozen=True):
     """A policy that decides, and another policy (`guide`) that is only queried. Both get the same random numbers.
 
     `answers`: request id → the endpoint that the queried policy would have chosen, and its trace. `errors`: its
-    failures; these requests have no answer.
+    failures; these requests have no answer, and neither have those for which `guard` lets it rest.
     """
 
     name: str
@@ -87,16 +88,19 @@ class Beside(Struct, frozen=True):
     guide: Policy
     answers: dict[int, tuple[str, Trace | None]]
     errors: list[PluginError]
+    guard: Guard
 
     def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
-        chance = Random(0)
-        chance.setstate(context.rng.getstate())
-        try:
-            asked = choose_or_raise(self.guide, request, fleet, Context(context.now, chance))
-            pick = told(asked, request, fleet)
-            self.answers[request.id] = _name(pick, fleet), pick.trace
-        except PLUGIN_FAILURES as error:
-            self.errors.append(of_plugin(self.guide.name, error))
+        if not self.guard.rests(context.now):
+            chance = Random(0)
+            chance.setstate(context.rng.getstate())
+            own = Context(context.now, chance)
+            try:
+                asked = self.guard.call_apart(context.now, choose_or_raise, self.guide, request, fleet, own)
+                pick = told(asked, request, fleet)
+                self.answers[request.id] = _name(pick, fleet), pick.trace
+            except PLUGIN_FAILURES as error:
+                self.errors.append(of_plugin(self.guide.name, error))
         return self.policy.choose(request, fleet, context)
 
 
@@ -215,7 +219,7 @@ class Player:
         policy = Guided(built.policy.name, built.policy, self.recorded, self.own) if self._guided else built.policy
         if self._beside is not None:
             asked = self._asked(self._beside(config)).base
-            policy = Beside(policy.name, policy, asked, self.answers, self.asked_errors)
+            policy = Beside(policy.name, policy, asked, self.answers, self.asked_errors, Guard(asked.name))
         return structs.replace(built, policy=policy)
 
     def _configured(self, scheduling: Any) -> Config:
@@ -326,6 +330,7 @@ def needs_guide(run: Run) -> bool:
     return not run.complete or bool(run.head.beside)
 
 
+@watched()
 def replay(run: Run, change: Change | None = None) -> Replayed:
     """Replay a run. Raises `ConfigError`, `PluginError` or `OSError`."""
     result, faults, lost = Replayed(run=run.id), Faults(), list[int]()
@@ -502,6 +507,7 @@ class Delaying:
         return records
 
 
+@watched()
 def compare(run: Run, change: Change) -> Compared:
     """Compare the recorded policy with the changed one. Raises `ConfigError`, `PluginError` or `OSError`."""
     faults, lost = Faults(), list[int]()

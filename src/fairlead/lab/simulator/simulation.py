@@ -43,6 +43,7 @@ from fairlead.lab.engine.request import EngineRequest, StepResult
 from fairlead.lab.simulator.prompts import Prompts
 from fairlead.lab.simulator.server import Blocks, Hooks, LateEvents, Server
 from fairlead.lab.simulator.world import WARM_UP, Fault, Job, Scenario, Status
+from fairlead.server.plugin_watch import watched
 
 #: Kernel seconds at which a run begins; the workload begins `WARM_UP` later. Not 0, so that no code can confuse it with
 #: "never" or a wall clock.
@@ -131,6 +132,7 @@ class Simulation:
         """The hash of the sequence of (request, endpoint) in the order of the decisions."""
         return self._decided.hexdigest()
 
+    @watched()
     def run(self) -> bool:
         """Run to the end of the last request; False if some were not over `drain_s` after the last arrival."""
         kernel, scenario = self.kernel, self.scenario

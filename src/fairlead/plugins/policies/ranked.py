@@ -13,7 +13,7 @@ import numpy as np
 
 from fairlead.core.columns import BoolColumn, FloatColumn
 from fairlead.core.cost import Terms, Weights
-from fairlead.core.errors import PLUGIN_FAILURES
+from fairlead.core.errors import PLUGIN_FAILURES, hung
 from fairlead.core.policy import HIGHEST, PREFIX_SHARE, Context, Cycle, Filter, Picker
 from fairlead.core.profile import Profile
 from fairlead.core.records import Trace
@@ -80,6 +80,8 @@ class Ranked(Profile, ABC):
                 self._failed(self.name, ValueError(f"NaN or -inf for {wrong} of {len(totals)} slots"), trace)
             return np.where(finite, totals, _LOWEST)
         except PLUGIN_FAILURES as error:
+            if hung(error):  # the caller lets the policy rest: each call holds up all requests
+                raise
             if "ufunc 'negative'" in str(error):  # numpy's words for None, for example
                 error = TypeError("`cost` must return a number for each slot")
             self._failed(self.name, error, trace)

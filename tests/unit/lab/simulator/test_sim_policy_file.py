@@ -10,7 +10,17 @@ import pytest
 from fairlead.core.errors import ConfigError, PluginError
 from fairlead.lab.simulator.build import ScenarioSpec
 from fairlead.lab.simulator.grid import Cell, run_grid
-from fairlead.lab.simulator.run import configuration, modules_beside, policy_from, policy_text, source_text
+from fairlead.lab.simulator.run import (
+    config_from,
+    configuration,
+    modules_beside,
+    policy_from,
+    policy_text,
+    source_text,
+)
+from fairlead.lab.simulator.scenarios import headline
+from fairlead.lab.simulator.simulation import Simulation
+from fairlead.server import plugin_watch
 
 pytestmark = pytest.mark.simulation
 
@@ -143,3 +153,17 @@ def test_it_runs_in_other_processes_and_is_known_by_its_source(tmp_path: Path) -
     assert [result.error for result in results] == ["", ""]
     assert all(result.figures["done"] == 20 for result in results)
     assert cells[0].key("") != Cell(scenario=spec, policy="mine", text=text + "\n# changed", seed=0).key("")
+
+
+@pytest.mark.parametrize("cost", ["while True: pass", "import time; time.sleep(1000)"])
+def test_one_that_never_returns_rests_and_the_run_goes_on(
+    cost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugin_watch, "ALONE_S", 0.1)
+    text = policy_text(str(write(tmp_path, POLICY.replace("return fleet.table.inflight * 1.0", cost))))
+    config, registry = config_from(text)
+    simulation = Simulation(headline(rate=20, seconds=5.0), config, registry=registry)
+    assert simulation.run() and all(job.status == "done" for job in simulation.jobs)
+    first, second = map(str, simulation.plugin_errors)
+    assert "fewest: NeverReturned: did not return and was interrupted (mine.py, line 9)" in first
+    assert "it decides nothing for 60 s" in second

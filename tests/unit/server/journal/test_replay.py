@@ -39,6 +39,8 @@ from fairlead.lab.simulator.capture import capture
 from fairlead.lab.simulator.journal import Faults, JournalError, one_run, runs, search
 from fairlead.lab.simulator.replay import Player, compare, needs_guide, replay, steps
 from fairlead.plugins.pickers import RoundRobin
+from fairlead.plugins.policies.by_load import LeastRequests
+from fairlead.server import plugin_watch
 from fairlead.server.journal.blocks import MAGIC, block, decided
 from fairlead.server.journal.records import DECIDED, POLICY, SEGMENT, Segment, encode, joined
 from fairlead.testing import SimClock
@@ -492,3 +494,19 @@ def test_what_decides_beside_the_journal_is_said(recorded: Any, tmp_path: Path) 
     result = replay(one_run(tmp_path))
     assert not result.exact
     assert result.notes[0] == "an oracle decided too"
+
+
+def test_a_policy_that_never_returns_rests_and_the_comparison_goes_on(
+    recorded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def endless(self: Any, *given: Any) -> Any:
+        while True:
+            sum(range(10))
+
+    monkeypatch.setattr(plugin_watch, "ALONE_S", 0.1)
+    monkeypatch.setattr(LeastRequests, "cost", endless)
+    monkeypatch.setattr(LeastRequests, "__module__", "theirs")
+    other = load("policy: least-requests", need_endpoints=False)
+    result = compare(one_run(recorded.path), lambda config: with_policy(config, other))
+    assert result.before.decisions == result.after.decisions > 50 and result.decisions == 0
+    assert result.failed == 2 and "2 times a plugin failed" in result.notes[-1]
