@@ -216,9 +216,8 @@ def applied(request: Request, resolution: Resolution, nameless: bool) -> Request
     latency = resolution.latency
     if not nameless and target == request.model and resolution.priority == request.priority and latency == ANY_LATENCY:
         return request
-    if nameless and prefix.hashes:
-        salt = xxh3_64_intdigest(target.encode("utf-8", "surrogatepass"))
-        prefix = PrefixChain(tuple([block_hash ^ salt for block_hash in prefix.hashes]), prefix.ends)
+    if nameless:
+        prefix = salted(prefix, target)
     return replace(
         request,
         target=target if target != request.model else "",
@@ -228,6 +227,12 @@ def applied(request: Request, resolution: Resolution, nameless: bool) -> Request
         slo_ttft_ms=request.slo_ttft_ms or latency.ttft_ms,
         slo_tpot_ms=request.slo_tpot_ms or latency.tpot_ms,
     )
+
+
+def salted(prefix: PrefixChain, model: str) -> PrefixChain:
+    """Return the chain of a prompt that was hashed without the model, with the model."""
+    salt = xxh3_64_intdigest(model.encode("utf-8", "surrogatepass"))
+    return PrefixChain(tuple([block_hash ^ salt for block_hash in prefix.hashes]), prefix.ends)
 
 
 class Split:

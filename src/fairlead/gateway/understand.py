@@ -409,7 +409,7 @@ class Understanding:
         self.known_head = lru_cache(maxsize=_MAX_HEADS)(self._head_of)
 
     def define(self, catalogue: Catalogue) -> None:
-        """Take the definitions of model names. Prompts are hashed and read for the targets of the names."""
+        """Take the definitions of model names. Prompts are read for the targets of the names."""
         self._catalogue = catalogue
         self.known_head.cache_clear()
 

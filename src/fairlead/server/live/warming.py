@@ -24,6 +24,7 @@ from fairlead.core.errors import ClientError
 from fairlead.core.events import Event, FirstTokenSeen, RequestArrived, ResponseEnded, StreamLost
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Reject, Route, WarmUp
+from fairlead.core.models import salted
 from fairlead.core.request import Request
 from fairlead.gateway.understand import Head, Reading, Understanding
 from fairlead.pool.aio import cancelled
@@ -53,7 +54,10 @@ class Noticing(Understanding):
         self, head: Head, body: bytes, blind: bool = False, external_id: str = ""
     ) -> tuple[Request, Reading | None]:
         request, reading = self.quietly(head, body, blind, external_id)
-        digest, end = self.beginnings.seen(request)
+        counted = request
+        if head.catalogue is not None:  # its prompt was hashed without the model, and a beginning has one
+            counted = replace(request, prefix=salted(request.prefix, request.model))
+        digest, end = self.beginnings.seen(counted)
         if end:
             self.beginnings.keep(digest, request.path, beginning(request.api, body, end))
         return request, reading
