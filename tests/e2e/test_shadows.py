@@ -1,12 +1,15 @@
 """Policies on trial beside the one that decides, under load through the real gateway; and what a canary takes."""
 
 import asyncio
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from gw_http1 import Http1
 from gw_load import under_load
+from gw_messages import JSON, Ask
 from gw_processes import Child, Serve, Upstream, sees_the_scheduler
 from gw_schedulers import SchedulerProcess, build
 
@@ -164,3 +167,23 @@ async def test_a_canary_takes_its_share(upstream: Upstream, serve: Callable[...,
     primary = await gateway.metric("fairlead_canary_decisions_total", side="primary")
     assert 0.15 < canary / (canary + primary) < 0.45
     assert await gateway.settled(60.0) == {}
+
+
+async def test_a_conversation_stays_on_its_side_of_a_canary(upstream: Upstream, serve: Callable[..., Serve]) -> None:
+    """It names no session, so its opening decides, which each turn has."""
+    gateway = serve({"endpoints": upstream.addresses, "canary": {"policy": "round-robin", "percent": 50}})
+    await sees_the_scheduler(gateway.gateway)
+    sides = []
+    async with Http1(gateway.port) as client:
+        for number in range(16):
+            before, turns = await canary_decisions(gateway), [{"role": "user", "content": f"question {number}"}]
+            for answer in ("first", "second", "third"):
+                body = json.dumps({"model": "m", "messages": turns, "max_tokens": 5}).encode()
+                assert (await client.ask(Ask("POST", "/v1/chat/completions", [JSON], [body]))).status == 200
+                turns += [{"role": "assistant", "content": answer}, {"role": "user", "content": "and then?"}]
+            sides.append(await canary_decisions(gateway) - before)
+    assert {*sides} == {0, 3}
+
+
+async def canary_decisions(gateway: Serve) -> float:
+    return await gateway.metric("fairlead_canary_decisions_total", side="canary")

@@ -2,8 +2,9 @@
 
 Rules
 * All requests of a session are decided by the same policy, so that its cached prompts are not lost in the middle of a
-  conversation. A request without a session is assigned by its number and its time: numbers alone begin at 1 in every
-  process, which would all assign alike. No randomness is involved, so a replay assigns requests in the same way.
+  conversation (`Request.lasting_session`). A request without a session is assigned by its number and its time: numbers
+  alone begin at 1 in every process, which would all assign alike. No randomness is involved, so a replay assigns
+  requests in the same way.
 * It decides its requests also if they waited (`CanaryRules`).
 * If a canary or one of its plugins raises, the primary decides that request, and the error is reported. Otherwise
   random choices would count as the canary's.
@@ -52,7 +53,7 @@ class Canary(AsksElsewhere):
 
     def takes(self, request: Request) -> bool:
         """Whether the canary decides the request."""
-        session = request.session
+        session = request.lasting_session
         key = session.encode("utf-8", "replace") if session else _number_and_time(request.id, request.arrived)
         return crc32(key) % _PARTS < self._below
 

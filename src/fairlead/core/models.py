@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 from fairlead.core.apis import CONVERSATIONS, GRPC, GRPC_EMBED, MODELS, OTHER, RENDER, SGLANG, TOKENIZE
 from fairlead.core.instructions import Instruction, Reject
 from fairlead.core.records import DecisionRecord
-from fairlead.core.request import RECOGNISED, PrefixChain, Request
+from fairlead.core.request import PrefixChain, Request
 
 # The definitions of model names: the three kinds of the Gateway API Inference Extension.
 #
@@ -397,16 +397,8 @@ class Catalogue:
             return Resolution(request.rewrite or request.model, priority, latency=latency)
         if not split.names:
             return _gone(request.model)
-        return Resolution(split.choose(rng, self._session(request)), priority, rule.origin if rule else "", latency)
-
-    def _session(self, request: Request) -> str:
-        """Return what keeps its target; empty = nothing does. A recognised conversation has a session id only from its
-        second turn on, and only where the first one was seen, so its opening is better."""
-        if not self.sticky:
-            return ""
-        if request.session and request.session[0] != RECOGNISED:
-            return request.session
-        return request.opening or request.session
+        session = request.lasting_session if self.sticky else ""
+        return Resolution(split.choose(rng, session), priority, rule.origin if rule else "", latency)
 
     def _way(self, model: str, rewrite: str) -> tuple[_Rule | None, Split | None]:
         """Return the rule of a request for `model` and the split that decides its target; `None` = nothing does."""

@@ -86,6 +86,14 @@ class Request(Struct, frozen=True, gc=False):
         """The model name that the endpoint must know. Filters and scorers use it."""
         return self.target or self.model
 
+    @property
+    def lasting_session(self) -> str:
+        """What all requests of a session have in common, from the first one on; empty = nothing. A recognised
+        conversation has a session id only from its second turn on, and only where the first one was seen, so its
+        opening is better."""
+        session = self.session
+        return session if session and session[0] != RECOGNISED else self.opening or session
+
 
 class Usage(Struct, frozen=True, kw_only=True):
     """Token counts reported by the model server. `-1` = not reported."""

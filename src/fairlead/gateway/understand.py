@@ -135,6 +135,8 @@ def _milliseconds(text: str) -> float:
 
 #: How many different prompts may extend a prompt and stay in its conversation. See the rules of `Conversations`.
 MAX_BRANCHES = 4
+#: How many requests may begin alike and be turns of one conversation. See `Openings`.
+MAX_STARTS = 8
 #: How many known prompts may share their last grid point. Beyond that the oldest of them is forgotten.
 MAX_ALIKE = 16
 #: Distance of grid points in bytes: at least 64, and at least 1/256 of the offset (blocks are 1/32 of it).
@@ -318,6 +320,28 @@ def _match(alike: list[_Prompt], prompt: bytes | memoryview, start: int, key: in
 _MAX_HEADS = 256
 
 
+class Openings:
+    """Tells the openings of conversations from those that many requests share: the same examples before each question,
+    or one prompt again and again. By such an opening, a canary of 1 % would take all these requests, or none.
+
+    An opening is shared once `MAX_STARTS` requests began with it that continue no known prompt. A conversation has one
+    such turn in each scheduler, or a few while it is too short to be recognised.
+    """
+
+    def __init__(self, limit: int = 32768) -> None:
+        self._limit = limit
+        #: The requests of each opening that continued nothing, the least recently seen opening first.
+        self._starts: OrderedDict[str, int] = OrderedDict()
+
+    def shared(self, opening: str, continues: bool) -> bool:
+        """Count a request with this opening. `continues`: it belongs to a known session."""
+        starts = self._starts.pop(opening, 0) + (not continues)
+        self._starts[opening] = starts
+        if len(self._starts) > self._limit:
+            self._starts.popitem(last=False)
+        return starts > MAX_STARTS
+
+
 class Head(Struct, frozen=True, gc=False):
     """What a request's headers say. Most requests begin with the same bytes, so this is read once for all of them."""
 
@@ -403,6 +427,8 @@ class Understanding:
         self._prompts = prompts
         self._trace = trace
         self._catalogue = Catalogue()
+        #: Which openings a canary may go by; `None` = there is no canary.
+        self._openings: Openings | None = None
         #: Whether only the parser reads bodies. Computed once because every request needs it.
         self._alone = prompts is None and trace is None
         #: The head of a request that begins like earlier ones: cached per opening.
@@ -411,6 +437,11 @@ class Understanding:
     def define(self, catalogue: Catalogue) -> None:
         """Take the definitions of model names. Prompts are read for the targets of the names."""
         self._catalogue = catalogue
+        self.known_head.cache_clear()
+
+    def canary(self, on: bool) -> None:
+        """Say whether there is a canary, to which conversations are assigned by their openings."""
+        self._openings = self._openings or Openings() if on and self._conversations is not None else None
         self.known_head.cache_clear()
 
     def api(self, headers: Mapping[str, str]) -> str:
@@ -426,7 +457,8 @@ class Understanding:
         if hints.selection is not None:
             subset = within(subset, hints.selection)
         removed = names.REMOVED_HEADERS.intersection(headers)
-        content_type, alone = headers.get("content-type", ""), self._alone and catalogue is None
+        content_type = headers.get("content-type", "")
+        alone = self._alone and catalogue is None and self._openings is None
         return Head(headers, path, content_type, encoding, parser, hints, subset, removed, False, catalogue, alone)
 
     def _head_of(self, opening: Opening) -> Head:
@@ -492,6 +524,15 @@ class Understanding:
         )
         return (request, None) if head.alone else self._accompanied(request, head, body, parsed)
 
+    def _opening(self, session: str, parsed: ParsedRequest) -> str:
+        """See `Request.opening`."""
+        if not parsed.prompt or parsed.api not in (CHAT, MESSAGES, RESPONSES):
+            return ""
+        begins = opening(parsed.prompt[-1])
+        name = f"{RECOGNISED}{xxh3_64_intdigest(begins):016x}" if begins else ""
+        openings = None if self._catalogue.sticky else self._openings
+        return "" if openings is not None and openings.shared(name, bool(session)) else name
+
     def _accompanied(
         self, request: Request, head: Head, body: bytes, parsed: ParsedRequest
     ) -> tuple[Request, Reading | None]:
@@ -502,9 +543,8 @@ class Understanding:
             # Which one of several is drawn later; versions and adapters of one model mostly share a tokenizer.
             tokens = self._tokens.estimate(targets[0], parsed.prompt_bytes, parsed.api)
             request = replace(request, prompt_tokens=tokens)
-        if self._catalogue.sticky and parsed.prompt and parsed.api in (CHAT, MESSAGES, RESPONSES):
-            begins = opening(parsed.prompt[-1])
-            request = replace(request, opening=f"{RECOGNISED}{xxh3_64_intdigest(begins):016x}" if begins else "")
+        if self._catalogue.sticky or self._openings is not None:
+            request = replace(request, opening=self._opening(request.session, parsed))
         if self._prompts is not None:
             read = self._prompts.read(parsed, body, targets)
             request, reading = (

@@ -197,3 +197,13 @@ def test_processes_that_number_alike_assign_differently() -> None:
     here, there = ([canary.takes(builders.request(id=n, arrived=at + n)) for n in range(3000)] for at in (0.1, 7.3))
     assert here != there and 200 < sum(here) < 400 and 200 < sum(there) < 400
     assert len({canary.takes(builders.request(id=n, arrived=n, session="s")) for n in range(50)}) == 1
+
+
+def test_a_conversation_stays_on_one_side_from_its_first_turn_on() -> None:
+    canary = Canary(CostModel(), CostModel(), 50.0)
+    sides = []
+    for n in range(50):
+        first, second = (builders.request(id=n, opening=f"~{n}", session=named) for named in ("", "~later"))
+        sides.append(canary.takes(first))
+        assert canary.takes(second) == sides[-1]
+    assert 10 < sum(sides) < 40

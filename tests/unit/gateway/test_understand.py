@@ -20,9 +20,9 @@ from fairlead.core.models import (
     applied,
 )
 from fairlead.core.prefix import ChainHasher
-from fairlead.core.request import NO_PREFIX, Request
+from fairlead.core.request import NO_PREFIX, RECOGNISED, Request
 from fairlead.core.tokens import TokenEstimator
-from fairlead.gateway.understand import MAX_NAME, PromptKnown, Understanding
+from fairlead.gateway.understand import MAX_NAME, MAX_STARTS, PromptKnown, Understanding
 
 PATHS = {
     "chat": "/v1/chat/completions",
@@ -132,6 +132,36 @@ def test_the_api_of_what_cannot_be_understood() -> None:
     assert understanding.api({}) == "other"
     with pytest.raises(ClientError):
         understanding.request(understanding.head(headers), b"{")
+
+
+def test_what_a_conversation_begins_with_is_read_only_where_something_depends_on_it() -> None:
+    understanding = Understanding(TokenEstimator(), HASHER, lambda: 5.0)
+
+    def opening(*turns: str) -> str:
+        head = understanding.head({":path": PATHS["chat"]})
+        return understanding.request(head, json.dumps({"model": "m", "messages": messages(*turns)}).encode())[0].opening
+
+    assert opening("a") == ""
+    understanding.canary(True)
+    assert opening("a")[:1] == RECOGNISED
+    assert opening("a") == opening("a", "answer", "b") != opening("b")
+    understanding.canary(False)
+    assert opening("a") == ""
+
+
+def test_an_opening_that_many_requests_share_is_none_of_a_conversation() -> None:
+    """By it, a canary would take all of them, or none."""
+    understanding = Understanding(TokenEstimator(), HASHER, lambda: 5.0)
+    understanding.canary(True)
+
+    def opening(*turns: str) -> str:
+        head = understanding.head({":path": PATHS["chat"]})
+        return understanding.request(head, json.dumps({"model": "m", "messages": messages(*turns)}).encode())[0].opening
+
+    asked = [opening("example", "answer", f"question {number} ") for number in range(20)]
+    assert len({*asked[:MAX_STARTS]}) == 1 and {*asked[MAX_STARTS:]} == {""}
+    turns = [text for number in range(20) for text in (f"question {number} ", "answer")]
+    assert "" not in {opening(*turns[:end]) for end in range(1, 40, 2)}
 
 
 @pytest.mark.parametrize("text", ["The quick brown fox. ", "Der schnelle Fuchs – 日本語 🦊 "])

@@ -233,6 +233,7 @@ class PoolScheduler:
     def _follow(self, config: Config, scheduling: Scheduling) -> None:
         """Connect to the remote schedulers that the configuration names, and start the shadow policies."""
         self.core.connections.follow(config)
+        self.core.host.understanding.canary(config.canary.percent > 0)
         self.core.shadows.follow(config, scheduling.on_trial)
         self.watch.choosers.follow(scheduling.remotes, scheduling.policy)
         plugin = config.policy.plugin if config.policy.splits else None
