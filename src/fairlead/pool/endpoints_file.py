@@ -218,7 +218,7 @@ class EndpointSet:
         self._take_down()
         if self._kept and self._written != self._addresses:
             self._written = dict(self._addresses)
-            with suppress(OSError):  # a full disk: the gateway's list is written there too, and that is reported
+            with suppress(OSError):  # a full disk: another file is written there too, and that is reported
                 await asyncio.to_thread(_keep_addresses, self._kept, self._written)
 
     async def _resolve(self, host: str, port: int) -> None:
@@ -279,6 +279,7 @@ def _addresses_in(kept: Path) -> dict[str, str]:
 
 
 def _keep_addresses(kept: Path, addresses: Mapping[str, str]) -> None:
+    kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     aside = kept.with_suffix(f".{os.getpid()}.new")  # several workers keep the same
     aside.write_text(json.dumps(addresses), encoding="utf-8")
     aside.replace(kept)

@@ -192,9 +192,8 @@ class Live:
         config = self.config
         await pool.start(stack)
         first = not self._beside.restarted
-        kept = Path(self._beside.directory, NAMES) if self._beside.directory else None
         listed = await follow_endpoints(
-            stack, config.endpoints, self._endpoint, self._file_problem, required=first, kept=kept
+            stack, config.endpoints, self._endpoint, self._file_problem, required=first, kept=self._kept_names()
         )
         self._listed = listed
         pool.troubles.watch("endpoints", lambda: listed.problem)
@@ -211,6 +210,13 @@ class Live:
             reason = "no endpoints are known here; the gateway goes on with those that it has"
             log.warning(reason)
             self._set_ready(_ENDPOINTS, reason)
+
+    def _kept_names(self) -> Path | None:
+        """The file with the last addresses of host names: beside the gateway's list, or else the state file."""
+        if self._beside.directory:
+            return Path(self._beside.directory, NAMES)
+        state = self.config.state.path(self.config.journal)
+        return Path(f"{state}.names") if state else None
 
     async def _pool_size(self) -> int:
         """The number of endpoints that the gateway got from a scheduler that died. At the first start, when this

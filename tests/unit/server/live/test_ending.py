@@ -246,3 +246,27 @@ async def test_lines_that_count_are_written_in_time(busy: Busy, monkeypatch: pyt
     serving.driver.feed(ResponseEnded(request_id=1, status=200))
     busy.live.stop()
     await busy.run
+
+
+async def test_last_addresses_of_names_are_kept_beside_the_state_file(tmp_path: Path) -> None:
+    state, file = tmp_path / "state" / "learned.state", tmp_path / "f.yaml"
+    kept = state.with_name("learned.state.names")
+
+    async def addresses(name: str) -> list[str]:
+        file.write_text(FILE.replace("127.0.0.1:1", f"{name}:1") + f"state: {{file: {state}}}\n")
+        collector, live = gc.get_threshold(), Live(load(file))
+        run = asyncio.create_task(live.run())
+        async with asyncio.timeout(30):
+            while not hasattr(live, "admin") or not kept.exists():
+                await asyncio.sleep(0.01)
+        found = [endpoint.address for _, endpoint in live.fleet.table.slots()]
+        live.stop()
+        await run
+        # `Live` tunes the collector for a process of its own.
+        gc.unfreeze()
+        gc.set_threshold(*collector)
+        return found
+
+    assert await addresses("localhost") == ["127.0.0.1:1"]
+    kept.write_text(kept.read_text().replace("localhost", "gone.invalid"))
+    assert await addresses("gone.invalid") == ["127.0.0.1:1"]
