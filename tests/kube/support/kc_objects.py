@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from fairlead.core.events import EndpointDown, EndpointUp
@@ -76,7 +75,6 @@ class Followed:
             Pool(namespace, name, {}, ()),
             GROUP,
             self._feed,
-            Random(3),
             on_trouble=lambda resource, trouble: self.troubles.append(trouble),
         )
 

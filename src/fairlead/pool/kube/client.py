@@ -13,6 +13,7 @@ import asyncio
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from random import Random
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -77,10 +78,12 @@ class Resource(msgspec.Struct, frozen=True):
 
 
 class KubeClient:
-    """A session with the API server; `await close()` at the end. Methods raise `KubeError` and `Unreachable`."""
+    """A session with the API server; `await close()` at the end. Methods raise `KubeError` and `Unreachable`. `rng`:
+    for the pauses between requests."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access, rng: Random | None = None) -> None:
         self._access = access
+        self.rng = rng or Random()
         self._session: aiohttp.ClientSession | None = None
         #: The health request in flight, which all watches share.
         self._asked: asyncio.Task[None] | None = None

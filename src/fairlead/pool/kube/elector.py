@@ -19,7 +19,6 @@ import contextlib
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from random import Random
 from typing import Any
 
 import msgspec
@@ -274,7 +273,6 @@ class Elector:
         client: KubeClient,
         settings: ElectionSettings,
         changed: Callable[[bool, str], object],
-        rng: Random,
         *,
         on_trouble: Callable[[str], object] = lambda trouble: None,
     ) -> None:
@@ -285,7 +283,6 @@ class Elector:
         self._client = client
         self._settings = settings
         self._changed = changed
-        self._rng = rng
         self._on_trouble = on_trouble
         self._resource = Resource(GROUP, VERSION, "leases", settings.namespace)
         self._sight: Sight | None = None
@@ -299,7 +296,6 @@ class Elector:
             self._resource,
             read_lease,
             lambda leases: self._seen(*leases.values()),
-            rng,
             query={"fieldSelector": f"metadata.name={settings.name}"},
             synced=self._synced,
             on_trouble=self._contact,
@@ -372,12 +368,12 @@ class Elector:
         loop = asyncio.get_running_loop()
         settings = self._settings
         asked = loop.time()
-        pause = settings.retry_s * self._rng.uniform(0.8, 1.0)
+        pause = settings.retry_s * self._client.rng.uniform(0.8, 1.0)
         try:
             await self._put(claimed(lease, settings.identity, settings.duration_s, time.time(), settings.address))
         except KubeError as error:
             if error.code in (_CONFLICT, _NOT_FOUND) and await self._look():
-                return 0.0 if self.leading else self._rng.uniform(0.0, 0.05)
+                return 0.0 if self.leading else self._client.rng.uniform(0.0, 0.05)
             self._say(str(error))
             if self.leading and loop.time() - self._renewed_at > settings.renew_s:
                 self._lead(False, "")

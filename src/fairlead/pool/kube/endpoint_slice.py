@@ -8,7 +8,6 @@ by the same write, however long its node counts as ready.
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
-from random import Random
 from typing import Any
 
 import msgspec
@@ -244,7 +243,6 @@ class EndpointSlicePublisher:
         service: str,
         place: Place,
         lease: str,
-        rng: Random,
         *,
         on_trouble: Callable[[str], object] = lambda trouble: None,
         reflector: Reflector[Slice] | None = None,
@@ -258,7 +256,6 @@ class EndpointSlicePublisher:
         self._name = service
         self._place = place
         self._lease = lease
-        self._rng = rng
         self._on_trouble = on_trouble
         self._services = Resource("", "v1", "services", namespace)
         self._slices = Resource(GROUP, VERSION, "endpointslices", namespace)
@@ -283,7 +280,6 @@ class EndpointSlicePublisher:
             self._slices,
             read_slice,
             lambda slices: self.see(*slices.values()),
-            rng,
             query={"fieldSelector": f"metadata.name={slice_name(service, place)}"},
             synced=self._woken.set,
             on_trouble=self._contact,
@@ -345,7 +341,7 @@ class EndpointSlicePublisher:
                 return await self._look()
             self._say(f"the service {self._namespace}/{self._name} does not point to this replica: {error}")
             return RETRY_S
-        return SERVICE_S * self._rng.uniform(0.8, 1.2)
+        return SERVICE_S * self._client.rng.uniform(0.8, 1.2)
 
     async def _empty_other_family(self, service: Service) -> None:
         """Empty the slice of the other address family, which a former leader may have written. Never raises."""

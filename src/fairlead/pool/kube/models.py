@@ -12,7 +12,6 @@ Rules
 
 import asyncio
 from collections.abc import Callable, Mapping
-from random import Random
 from time import perf_counter
 
 import msgspec
@@ -64,7 +63,6 @@ class PoolModels:
         client: KubeClient,
         namespace: str,
         writer: StatusWriter,
-        rng: Random,
         *,
         on_trouble: Callable[[str, str], object] = lambda resource, trouble: None,
         report: Callable[[str], object] = lambda problem: None,
@@ -78,7 +76,6 @@ class PoolModels:
         self._pools: dict[tuple[str, str], _Followed] = {}
         self._namespace = namespace
         self._writer = writer
-        self._rng = rng
         self._on_trouble = on_trouble
         self._report = report
         self._absent, self._pool_group = absent, pool_group
@@ -114,7 +111,7 @@ class PoolModels:
         self.look_again()
 
     async def run(self) -> None:
-        backoff = Backoff(self._rng)
+        backoff = Backoff(self._client.rng)
         try:
             while True:
                 try:
@@ -189,7 +186,6 @@ class PoolModels:
             resource,
             read,
             lambda changes: self.look_again(),
-            self._rng,
             synced=self.look_again,
             on_trouble=troubled,
             report=self._report,

@@ -13,7 +13,6 @@ Rules (the reference picker's datastore; Kubernetes' own for readiness)
 import asyncio
 from collections.abc import Callable, Mapping
 from ipaddress import ip_address
-from random import Random
 
 import msgspec
 from msgspec import Raw, Struct
@@ -209,7 +208,6 @@ class PoolEndpoints:
         pool: Pool,
         group: str,
         feed: Feed,
-        rng: Random,
         *,
         on_trouble: OnTrouble = lambda resource, trouble: None,
         report: Callable[[str], object] = lambda problem: None,
@@ -220,7 +218,6 @@ class PoolEndpoints:
         self.pool: Pool | None = pool if pool.selector else None
         self._wanted = pool
         self._client = client
-        self._rng = rng
         self._on_trouble = on_trouble
         self._report = report
         self._changed = changed
@@ -236,7 +233,6 @@ class PoolEndpoints:
                 Resource(group, VERSIONS[group], "inferencepools", pool.namespace),
                 read_pool,
                 lambda pools: self._pool_changed(*pools.values()),
-                rng,
                 query={"fieldSelector": f"metadata.name={pool.name}"},
                 synced=changed,
                 on_trouble=lambda trouble: on_trouble("inferencepools", trouble),
@@ -311,7 +307,6 @@ class PoolEndpoints:
             Resource("", "v1", "pods", pool.namespace),
             read_pod,
             self._pods_changed,
-            self._rng,
             query={"labelSelector": selector_text(pool.selector)},
             synced=lambda: self._tell(True),
             on_trouble=lambda trouble: self._on_trouble("pods", trouble),

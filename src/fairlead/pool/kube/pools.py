@@ -6,7 +6,6 @@ All pools share one watch of pools and one of pods. The pods of each pool are se
 
 import asyncio
 from collections.abc import Callable, Mapping
-from random import Random
 
 from fairlead.pool.aio import Turns, call_consumer
 from fairlead.pool.kube.client import KubeClient, Resource
@@ -25,7 +24,6 @@ class Pools:
         namespace: str,
         group: str,
         changed: Callable[[str, Pool | None], object],
-        rng: Random,
         *,
         pool_labels: Mapping[str, str],
         pod_labels: Mapping[str, str],
@@ -48,7 +46,6 @@ class Pools:
             Resource(group, VERSIONS[group], "inferencepools", namespace),
             read_pool,
             self._pools_changed,
-            rng,
             query=_labelled(pool_labels),
             synced=synced,
             on_trouble=lambda trouble: on_trouble("inferencepools", trouble),
@@ -59,7 +56,6 @@ class Pools:
             Resource("", "v1", "pods", namespace),
             read_pod,
             self._pods_changed,
-            rng,
             query=_labelled(pod_labels),
             synced=self._pods_listed,
             on_trouble=lambda trouble: on_trouble("pods", trouble),

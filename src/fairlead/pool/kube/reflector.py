@@ -84,7 +84,6 @@ class Reflector(Generic[T]):
         resource: Resource,
         read: Callable[[Raw], T],
         changed: Callable[[Mapping[str, T | None]], object],
-        rng: Random,
         *,
         query: Mapping[str, str] | None = None,
         synced: Callable[[], object] = lambda: None,
@@ -108,10 +107,9 @@ class Reflector(Generic[T]):
         self._synced = synced
         self._on_trouble = on_trouble
         self._report = report
-        self._rng = rng
         self._query = dict(query or {})
         self._idle_s = idle_s
-        self._backoff = Backoff(rng)
+        self._backoff = Backoff(client.rng)
         self._version = ""
         #: The last watch was refused. Then a list that succeeds is no end of the trouble.
         self._watch_refused = False
@@ -136,7 +134,7 @@ class Reflector(Generic[T]):
                     self.forbidden = error.code == 403
                     self._lost(str(error))
                     if error.code in (403, 404):
-                        pause = max(pause, REFUSED_PAUSE_S * self._rng.uniform(0.5, 1.0))
+                        pause = max(pause, REFUSED_PAUSE_S * self._client.rng.uniform(0.5, 1.0))
             except Unreachable as error:
                 if "Too large resource version" in str(error):  # etcd was restored from an older state
                     self._version = ""
@@ -209,7 +207,7 @@ class Reflector(Generic[T]):
 
     async def _watch(self) -> None:
         """Watch until the watch ends."""
-        seconds = self._rng.randint(*_WATCH_S)
+        seconds = self._client.rng.randint(*_WATCH_S)
         query = {**self._query, "resourceVersion": self._version, "timeoutSeconds": str(seconds)}
         self.stats.watches += 1
         try:

@@ -17,7 +17,6 @@ import socket
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from ipaddress import ip_address
-from random import Random
 from typing import Any
 
 from fairlead.config.schema import Kubernetes
@@ -62,7 +61,6 @@ class KubeLink:
         self._settings = settings
         self._set_ready = set_ready
         self._metrics = metrics
-        self._rng = Random()
         self._synced = asyncio.Event()
         #: This replica released the lease because it stops. It stays ready until the successor is known.
         self._ending = False
@@ -155,27 +153,7 @@ class KubeLink:
             retry_s=wanted.retry_period,
             address=_answers_at(health_port),
         )
-        return Elector(
-            self.client, settings, self._leads, self._rng, on_trouble=lambda why: self._on_trouble("leases", why)
-        )
-
-    def _pool_models(
-        self,
-        namespace: str,
-        writer: StatusWriter,
-        on_trouble: Callable[[str, str], None],
-        absent: Callable[[str, str], bool],
-    ) -> PoolModels:
-        return PoolModels(
-            self.client,
-            namespace,
-            writer,
-            self._rng,
-            on_trouble=on_trouble,
-            report=report_unreadable,
-            absent=absent,
-            pool_group=self._settings.group,
-        )
+        return Elector(self.client, settings, self._leads, on_trouble=lambda why: self._on_trouble("leases", why))
 
     # ---- callbacks ----
 
@@ -248,7 +226,6 @@ class Kube(KubeLink):
             wanted_pool(settings, self.namespace),
             settings.group,
             feed,
-            self._rng,
             on_trouble=self._on_trouble,
             report=report_unreadable,
             changed=self._pool_changed,
@@ -259,11 +236,14 @@ class Kube(KubeLink):
         writer = self.writers[settings.pool] = StatusWriter(self.client, self._may_write, log.warning)
         self.models: PoolModels | None = None
         if settings.models and settings.pool:
-            self.models = self._pool_models(
+            self.models = PoolModels(
+                self.client,
                 self.namespace,
                 writer,
-                self._on_trouble,
-                lambda _, pool: pool == settings.pool and self.endpoints.absent,
+                on_trouble=self._on_trouble,
+                report=report_unreadable,
+                absent=lambda _, pool: pool == settings.pool and self.endpoints.absent,
+                pool_group=settings.group,
             )
 
             def defined(model_set: ModelSet) -> None:
@@ -282,7 +262,6 @@ class Kube(KubeLink):
                 service,
                 own_place(),
                 self.lease,
-                self._rng,
                 on_trouble=lambda why: self._on_trouble("endpointslices", why),
             )
             self.work.append((publisher.run, "leader's service"))
@@ -369,7 +348,7 @@ async def follow_pool(stack: AsyncExitStack, settings: Kubernetes, feed: Feed) -
         if endpoints.pool is not None:
             read.set()
 
-    endpoints = PoolEndpoints(client, pool, settings.group, feed, Random(), changed=changed)
+    endpoints = PoolEndpoints(client, pool, settings.group, feed, changed=changed)
     task = asyncio.create_task(endpoints.run(), name="pool")
     stack.callback(task.cancel)
     await set_within(read, START_S)

@@ -115,7 +115,6 @@ class KubePools(KubeLink):
             namespace,
             settings.group,
             self._changed,
-            self._rng,
             pool_labels=settings.pool_selector,
             pod_labels=settings.pod_selector,
             on_trouble=on_trouble,
@@ -125,12 +124,15 @@ class KubePools(KubeLink):
         self.work.append((pools.run, _named("pools", namespace)))
         models = slices = None
         if settings.models:
-            models = self._pool_models(
+            models = PoolModels(
+                self.client,
                 namespace,
                 writer,
-                on_trouble,
+                on_trouble=on_trouble,
+                report=report_unreadable,
                 # With a selector, another scheduler may serve a pool that is not seen here.
-                lambda *pool: not settings.pool_selector and pools.lacks("/".join(pool)),
+                absent=lambda *pool: not settings.pool_selector and pools.lacks("/".join(pool)),
+                pool_group=settings.group,
             )
             self.work.append((models.run, _named("models", namespace)))
         if self._place is not None:
@@ -139,7 +141,6 @@ class KubePools(KubeLink):
                 Resource(GROUP, VERSION, "endpointslices", namespace),
                 read_slice,
                 self._slices_changed,
-                self._rng,
                 query={"labelSelector": f"{KEEPER_LABEL}={KEEPER}"},
                 on_trouble=lambda why: on_trouble("endpointslices", why),
                 report=report_unreadable,
@@ -265,7 +266,6 @@ class KubePools(KubeLink):
                 service,
                 place,
                 self.lease,
-                self._rng,
                 on_trouble=lambda why, key=key: self._on_trouble(f"the service {'/'.join(key)}", why),  # type: ignore[misc]
                 reflector=slices,
             )

@@ -21,8 +21,8 @@ async def kube() -> AsyncIterator[FakeKube]:
 
 
 @pytest.fixture
-async def client(kube: FakeKube) -> AsyncIterator[KubeClient]:
-    made = KubeClient(Access(Where(kube.url), FixedSecret(Secret("good"))))
+async def client(kube: FakeKube, rng: Random) -> AsyncIterator[KubeClient]:
+    made = KubeClient(Access(Where(kube.url), FixedSecret(Secret("good"))), rng)
     yield made
     await made.close()
 

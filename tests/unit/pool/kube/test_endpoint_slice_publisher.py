@@ -25,9 +25,9 @@ class Replica:
     def __init__(self, kube: FakeKube, number: int, lease: str = "default/epp") -> None:
         self.place = Place(f"10.244.0.{number}" if number else "fd00::7", f"epp-{number}")
         self.troubles: list[str] = []
-        self.client = KubeClient(Access(Where(kube.url), FixedSecret(Secret())))
+        self.client = KubeClient(Access(Where(kube.url), FixedSecret(Secret())), Random(number))
         self.publisher = EndpointSlicePublisher(
-            self.client, "default", "epp-leader", self.place, lease, Random(number), on_trouble=self.troubles.append
+            self.client, "default", "epp-leader", self.place, lease, on_trouble=self.troubles.append
         )
         self.task = asyncio.create_task(self.publisher.run())
 

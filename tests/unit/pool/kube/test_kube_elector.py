@@ -17,7 +17,7 @@ LEASES = ("coordination.k8s.io/v1", "leases")
 
 class Replica:
     def __init__(self, kube: FakeKube, name: str, duration: float, address: str) -> None:
-        self.client = KubeClient(Access(Where(kube.url), FixedSecret(Secret())))
+        self.client = KubeClient(Access(Where(kube.url), FixedSecret(Secret())), Random(1))
         self.history: list[bool] = []
         self.troubles: list[str] = []
         settings = ElectionSettings(
@@ -29,7 +29,7 @@ class Replica:
             retry_s=duration * 0.2,
             address=address,
         )
-        self.elector = Elector(self.client, settings, self.changed, Random(1), on_trouble=self.troubles.append)
+        self.elector = Elector(self.client, settings, self.changed, on_trouble=self.troubles.append)
         self.task = asyncio.create_task(self.elector.run())
 
     def changed(self, leading: bool, holder: str) -> None:

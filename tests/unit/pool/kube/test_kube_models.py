@@ -2,7 +2,6 @@
 
 import asyncio
 from itertools import count, pairwise
-from random import Random
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ def objective(name: str, priority: int) -> Any:
 
 
 class Followed:
-    def __init__(self, client: KubeClient, rng: Random) -> None:
+    def __init__(self, client: KubeClient) -> None:
         self.leads = True
         self.sets: list[ModelSet] = []
         self.troubles: list[str] = []
@@ -46,7 +45,6 @@ class Followed:
             client,
             "default",
             self.writer,
-            rng,
             rediscover_s=0.05,
             on_trouble=self.note,
         )
@@ -60,8 +58,8 @@ class Followed:
 
 
 @pytest.fixture
-async def followed(client: KubeClient, rng: Random, tasks: Any) -> Followed:
-    made = Followed(client, rng)
+async def followed(client: KubeClient, tasks: Any) -> Followed:
+    made = Followed(client)
     tasks(made.models.run())
     tasks(made.writer.run())
     return made
@@ -78,12 +76,10 @@ async def test_nothing_defined_is_known_too(followed: Followed, until: Any) -> N
     assert not followed.models.missing
 
 
-async def test_the_older_group_may_be_out_of_reach(
-    kube: FakeKube, client: KubeClient, rng: Random, tasks: Any, until: Any
-) -> None:
+async def test_the_older_group_may_be_out_of_reach(kube: FakeKube, client: KubeClient, tasks: Any, until: Any) -> None:
     kube.put(LLMD, "inferenceobjectives", objective("urgent", 2))
     kube.forbidden |= {("list", f"{plural}.{X.partition('/')[0]}") for plural in GROUPS[X]}
-    followed = Followed(client, rng)
+    followed = Followed(client)
     tasks(followed.models.run())
     await until(lambda: followed.sets)
     assert [one.priority for one in followed.sets[-1].objectives] == [2]
@@ -102,10 +98,10 @@ async def test_a_kind_that_is_uninstalled_is_no_trouble(kube: FakeKube, followed
 
 @pytest.mark.parametrize("plural", ["inferencemodels", "inferenceobjectives"])
 async def test_the_older_models_may_be_out_of_reach_and_nothing_else(
-    kube: FakeKube, client: KubeClient, rng: Random, tasks: Any, until: Any, plural: str
+    kube: FakeKube, client: KubeClient, tasks: Any, until: Any, plural: str
 ) -> None:
     kube.forbidden.add(("list", plural))
-    followed = Followed(client, rng)
+    followed = Followed(client)
     tasks(followed.models.run())
     await until(lambda: followed.troubles)
     seen = len(kube.requests)

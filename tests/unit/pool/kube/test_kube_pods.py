@@ -1,7 +1,6 @@
 """A pool and its pods become endpoints, and nothing flaps."""
 
 import asyncio
-from random import Random
 from typing import Any
 
 import pytest
@@ -24,13 +23,13 @@ def pool(ports: tuple[int, ...] = (8000,), app: str = "vllm") -> Any:
 
 
 class Followed:
-    def __init__(self, client: KubeClient, rng: Random, wanted: Pool, group: str = GROUP) -> None:
+    def __init__(self, client: KubeClient, wanted: Pool, group: str = GROUP) -> None:
         self.up: dict[str, str] = {}
         self.events: list[str] = []
         self.problems: list[str] = []
         #: How few endpoints were up after any event since the last `news`.
         self.fewest = 1_000
-        self.pods = PoolEndpoints(client, wanted, group, self.feed, rng, report=self.problems.append)
+        self.pods = PoolEndpoints(client, wanted, group, self.feed, report=self.problems.append)
 
     def feed(self, event: EndpointUp | EndpointDown) -> None:
         if isinstance(event, EndpointUp):
@@ -48,8 +47,8 @@ class Followed:
 
 
 @pytest.fixture
-def followed(client: KubeClient, rng: Random) -> Followed:
-    return Followed(client, rng, Pool("default", "llama", {}, ()))
+def followed(client: KubeClient) -> Followed:
+    return Followed(client, Pool("default", "llama", {}, ()))
 
 
 async def test_each_port_of_each_ready_pod_is_an_endpoint(
@@ -216,10 +215,8 @@ async def test_a_pool_that_cannot_be_read_changes_nothing(
     assert len(followed.up) == 1
 
 
-async def test_the_older_form_of_a_pool(
-    kube: FakeKube, client: KubeClient, rng: Random, pod: Any, tasks: Any, until: Any
-) -> None:
-    followed = Followed(client, rng, Pool("default", "llama", {}, ()), LEGACY_GROUP)
+async def test_the_older_form_of_a_pool(kube: FakeKube, client: KubeClient, pod: Any, tasks: Any, until: Any) -> None:
+    followed = Followed(client, Pool("default", "llama", {}, ()), LEGACY_GROUP)
     spec = {"selector": {"app": "vllm"}, "targetPortNumber": 8080, "extensionRef": {"name": "epp"}}
     old = {"metadata": {"name": "llama"}, "spec": spec}
     kube.put("inference.networking.x-k8s.io/v1alpha2", "inferencepools", old)
@@ -228,10 +225,8 @@ async def test_the_older_form_of_a_pool(
     await until(lambda: followed.up == {"default/a-rank-0": "10.0.0.1:8080"})
 
 
-async def test_pods_without_a_pool(
-    kube: FakeKube, client: KubeClient, rng: Random, pod: Any, tasks: Any, until: Any
-) -> None:
-    followed = Followed(client, rng, Pool("default", "", {"app": "vllm"}, (8000,)))
+async def test_pods_without_a_pool(kube: FakeKube, client: KubeClient, pod: Any, tasks: Any, until: Any) -> None:
+    followed = Followed(client, Pool("default", "", {"app": "vllm"}, (8000,)))
     kube.put("v1", "pods", pod("a"))
     tasks(followed.pods.run())
     await until(lambda: followed.up == {"default/a-rank-0": "10.0.0.1:8000"})

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from itertools import pairwise
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from fairlead.core.events import EndpointUp
 from fairlead.core.models import ModelSet
 from fairlead.pool.aio import IN_ONE_TURN
 from fairlead.pool.kube import endpoint_slice, reflector
+from fairlead.pool.kube.client import KubeClient
 from fairlead.pool.kube.endpoint_slice import Place, Port, Service, slice_object
 from fairlead.pool.kube.objects import Pool
 from fairlead.pool.kube.pods import Pod
@@ -129,7 +129,7 @@ def accepted(kube: FakeKube, key: str) -> bool:
     return bool(kube.objects[X, "inferencemodels"][key].get("status", {}).get("conditions"))
 
 
-async def test_a_pool_waits_for_the_events_of_all_its_pods_and_gets_none_once_left() -> None:
+async def test_a_pool_waits_for_the_events_of_all_its_pods_and_gets_none_once_left(client: KubeClient) -> None:
     pools, missing = None, list[str]()
 
     def synced() -> None:
@@ -137,8 +137,8 @@ async def test_a_pool_waits_for_the_events_of_all_its_pods_and_gets_none_once_le
 
     labels: dict[str, Any] = {"pool_labels": {}, "pod_labels": {}}
     reports: dict[str, Any] = {"on_trouble": print, "report": print, "synced": synced}
-    client, group = object(), "inference.networking.k8s.io"
-    pools = Pools(client, "a", group, lambda key, pool: None, Random(1), **labels, **reports)  # type: ignore[arg-type]
+    group = "inference.networking.k8s.io"
+    pools = Pools(client, "a", group, lambda key, pool: None, **labels, **reports)
     pools.pools.items["a/one"] = Pool("a", "one", {"app": "x"}, (8000,))
     many = 3 * IN_ONE_TURN
     for number in range(many):
@@ -162,11 +162,11 @@ async def test_a_pool_waits_for_the_events_of_all_its_pods_and_gets_none_once_le
     assert (len(last), pools.missing) == (sent, "") and 0 < sent < many
 
 
-async def test_pools_share_the_turns_of_their_events() -> None:
+async def test_pools_share_the_turns_of_their_events(client: KubeClient) -> None:
     labels: dict[str, Any] = {"pool_labels": {}, "pod_labels": {}}
     reports: dict[str, Any] = {"on_trouble": print, "report": print, "synced": lambda: None}
-    client, group = object(), "inference.networking.k8s.io"
-    pools = Pools(client, "a", group, lambda key, pool: None, Random(1), **labels, **reports)  # type: ignore[arg-type]
+    group = "inference.networking.k8s.io"
+    pools = Pools(client, "a", group, lambda key, pool: None, **labels, **reports)
     events = list[Any]()
     for name in ("one", "two", "three"):
         pools.pools.items[f"a/{name}"] = Pool("a", name, {"app": "x"}, (8000,))

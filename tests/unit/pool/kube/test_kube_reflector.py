@@ -16,7 +16,7 @@ PODS = Resource("", "v1", "pods", "default")
 class Seen:
     """A reflector of pods and what it told."""
 
-    def __init__(self, client: KubeClient, rng: Random, **more: Any) -> None:
+    def __init__(self, client: KubeClient, **more: Any) -> None:
         self.on_trouble: list[tuple[str, Pod | None]] = []
         self.troubles: list[str] = []
         self.problems: list[str] = []
@@ -25,7 +25,6 @@ class Seen:
             PODS,
             read_pod,
             lambda pods: self.on_trouble.extend(pods.items()),
-            rng,
             on_trouble=self.troubles.append,
             report=self.problems.append,
             **more,
@@ -42,8 +41,8 @@ class Seen:
 
 
 @pytest.fixture
-def seen(client: KubeClient, rng: Random) -> Seen:
-    return Seen(client, rng)
+def seen(client: KubeClient) -> Seen:
+    return Seen(client)
 
 
 async def test_lists_then_follows_changes(kube: FakeKube, seen: Seen, pod: Any, tasks: Any, until: Any) -> None:
@@ -179,7 +178,8 @@ async def test_lists_do_not_end_the_trouble_with_a_watch_that_is_refused(
         def uniform(self, a: float, b: float) -> float:
             return 0.0
 
-    seen = Seen(client, NoPause())
+    client.rng = NoPause()
+    seen = Seen(client)
     kube.forbidden.add(("watch", "pods"))
     tasks(seen.reflector.run())
     await until(lambda: seen.reflector.stats.lists > 4)
@@ -193,7 +193,7 @@ async def test_lists_do_not_end_the_trouble_with_a_watch_that_is_refused(
 
 
 async def test_a_broken_consumer_stops_nothing(
-    client: KubeClient, kube: FakeKube, rng: Random, pod: Any, tasks: Any, until: Any
+    client: KubeClient, kube: FakeKube, pod: Any, tasks: Any, until: Any
 ) -> None:
     import asyncio
 
@@ -203,7 +203,7 @@ async def test_a_broken_consumer_stops_nothing(
     def broken(changes: Any) -> None:
         raise RuntimeError
 
-    reflector = Reflector(client, PODS, read_pod, broken, rng)
+    reflector = Reflector(client, PODS, read_pod, broken)
     kube.put("v1", "pods", pod("a"))
     tasks(reflector.run())
     await until(lambda: kube.watching == 1)
@@ -213,9 +213,9 @@ async def test_a_broken_consumer_stops_nothing(
 
 
 async def test_silence_begins_the_watch_anew(
-    client: KubeClient, kube: FakeKube, rng: Random, pod: Any, tasks: Any, until: Any
+    client: KubeClient, kube: FakeKube, pod: Any, tasks: Any, until: Any
 ) -> None:
-    seen = Seen(client, rng, idle_s=0.05)
+    seen = Seen(client, idle_s=0.05)
     kube.put("v1", "pods", pod("a"))
     tasks(seen.reflector.run())
     await until(lambda: seen.reflector.stats.watches >= 2)

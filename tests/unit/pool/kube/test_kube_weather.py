@@ -48,16 +48,16 @@ async def storm() -> AsyncIterator[Stormy]:
 
 
 @pytest.fixture
-async def client(storm: Stormy) -> AsyncIterator[KubeClient]:
-    made = KubeClient(Access(Where(storm.url), FixedSecret(Secret())))
+async def client(storm: Stormy, rng: Random) -> AsyncIterator[KubeClient]:
+    made = KubeClient(Access(Where(storm.url), FixedSecret(Secret())), rng)
     yield made
     await made.close()
 
 
 @pytest.fixture
-def followed(storm: Stormy, client: KubeClient, rng: Random, pod: Any) -> Reflector[Pod]:
+def followed(storm: Stormy, client: KubeClient, pod: Any) -> Reflector[Pod]:
     storm.put("v1", "pods", pod("a"))
-    return Reflector(client, PODS, read_pod, lambda changes: None, rng)
+    return Reflector(client, PODS, read_pod, lambda changes: None)
 
 
 STREAMS = [
