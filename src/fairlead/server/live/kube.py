@@ -113,7 +113,7 @@ class KubeLink:
         if self.elector is not None:
             self._metrics.leader.child(self._lease).set(False)
             self._run(stack, self.elector.run, "kubernetes lease")
-        self._metrics.follow(self._followed)
+        self._metrics.follow(self._followed, lambda: {name: writer.writes for name, writer in self.writers.items()})
         if not await set_within(self._synced, START_S):
             log.warning("not ready: no state from Kubernetes yet", reason="; ".join(self._troubles.values()) or "")
 
@@ -199,8 +199,6 @@ class KubeLink:
         reflectors = dict(self.reflectors)
         if self.elector is not None:
             reflectors["leases"] = self.elector.reflector
-        for name, writer in self.writers.items():
-            self._metrics.wrote(name, writer.writes)
         return reflectors
 
 

@@ -405,25 +405,28 @@ class KubeMetrics:
     """Metrics of the connection to Kubernetes. Without values until `follow` is called."""
 
     def __init__(self, registry: Registry) -> None:
-        #: Returns the reflectors by resource (plural name).
+        #: Return the reflectors by resource (plural name), and the status conditions written by pool.
         self._followed: Callable[[], Mapping[str, Reflector[Any]]] = dict
+        self._writes: Callable[[], Mapping[str, int]] = dict
         self.leader = gauges("lease")
-        self._writes = counters("pool")
         text = "1 while the API server answers for this resource."
         registry.follow("gauge", "fairlead_kube_connected", text, lambda: self._each("connected"), "resource")
         registry.follow("gauge", "fairlead_kube_objects", "Objects currently known.", self._objects, "resource")
         for name, text in _KUBE_COUNTS.items():
             registry.follow("counter", f"fairlead_kube_{name}_total", text, partial(self._each, name), "resource")
         registry.show("fairlead_kube_leader", "1 while this replica leads.", self.leader)
-        registry.show("fairlead_kube_status_writes_total", "Status conditions written.", self._writes)
+        text = "Status conditions written."
+        registry.follow("counter", "fairlead_kube_status_writes_total", text, lambda: self._writes(), "pool")
 
     @property
     def standby(self) -> bool:
         """Whether there is leader election and this replica does not lead."""
         return any(not leads.value for leads in self.leader.children.values())
 
-    def follow(self, source: "Callable[[], Mapping[str, Reflector[Any]]]") -> None:
-        self._followed = source
+    def follow(
+        self, source: "Callable[[], Mapping[str, Reflector[Any]]]", writes: Callable[[], Mapping[str, int]] = dict
+    ) -> None:
+        self._followed, self._writes = source, writes
 
     def trouble(self) -> str:
         """The resources whose changes are not seen, and why, as a sentence; empty = none."""
@@ -434,10 +437,6 @@ class KubeMetrics:
                 lost.setdefault(stats.trouble or "no answer yet", []).append(resource)
         what = "; ".join(f"changes of {', '.join(resources)} are not seen: {why}" for why, resources in lost.items())
         return f"{what}; the last known state stays in force" if lost else ""
-
-    def wrote(self, pool: str, conditions: int) -> None:
-        """Set how many status conditions were written since the start."""
-        self._writes.child(pool).value = conditions
 
     def _objects(self) -> dict[str, int]:
         return {name: len(reflector.items) for name, reflector in self._followed().items()}
