@@ -67,64 +67,60 @@ class _Draft:
         return arranged(self._name, self.records, dispatch)
 
 
-def paced_prefix(count: int = 120, gap_s: float = 1.0, seed: int = 0) -> Workload:
-    """Requests that each start `gap_s` after the end of the previous one, all with the same first 6,400 tokens."""
+def paced_prefix(seed: int = 0) -> Workload:
+    """120 requests that each start a second after the end of the previous one, all with the same first 6,400 tokens."""
     draft = _Draft("paced-prefix", seed)
-    for index in range(count):
-        after = {"parent": str(index - 1), "think_ms": gap_s * 1e3} if index else {}
-        draft.add(index * (gap_s + 1.0), draft.shared("system", 6400) + draft.fresh(640), 40, **after)
+    for index in range(120):
+        after = {"parent": str(index - 1), "think_ms": 1e3} if index else {}
+        draft.add(index * 2.0, draft.shared("system", 6400) + draft.fresh(640), 40, **after)
     return draft.workload("think")
 
 
-def cold_bursts(bursts: int = 24, size: int = 16, every_s: float = 5.0, seed: int = 0) -> Workload:
-    """Every `every_s` seconds, `size` requests within 100 ms that share 8,000 tokens not used before."""
+def cold_bursts(seed: int = 0) -> Workload:
+    """Every 5 seconds, 16 requests within 100 ms that share 8,000 tokens not used before."""
     draft = _Draft("cold-bursts", seed)
-    for burst in range(bursts):
-        for _ in range(size):
-            arrival_s = burst * every_s + draft.rng.random() * 0.1
+    for burst in range(24):
+        for _ in range(16):
+            arrival_s = burst * 5.0 + draft.rng.random() * 0.1
             draft.add(arrival_s, draft.shared(str(burst), 8000) + draft.fresh(256), 150)
     return draft.workload()
 
 
-def viral_prompt(rate: float = 30.0, seconds: float = 90.0, share: float = 0.8, seed: int = 0) -> Workload:
-    """`share` of all requests have the same first 6,400 tokens; the others share nothing."""
+def viral_prompt(seed: int = 0) -> Workload:
+    """80 % of all requests have the same first 6,400 tokens; the others share nothing."""
     draft = _Draft("viral-prompt", seed)
-    for arrival_s in draft.arrivals(rate, seconds):
-        viral = draft.rng.random() < share
+    for arrival_s in draft.arrivals(30.0, 90.0):
+        viral = draft.rng.random() < 0.8
         draft.add(arrival_s, draft.shared("viral", 6400) + draft.fresh(640) if viral else draft.fresh(3200), 250)
     return draft.workload()
 
 
-def long_and_short(rate: float = 12.0, seconds: float = 120.0, share: float = 0.06, seed: int = 0) -> Workload:
-    """`share` of the prompts have 48,000 tokens, the others 512."""
+def long_and_short(seed: int = 0) -> Workload:
+    """6 % of the prompts have 48,000 tokens, the others 512."""
     draft = _Draft("long-and-short", seed)
-    for arrival_s in draft.arrivals(rate, seconds):
-        draft.add(arrival_s, draft.fresh(48_000 if draft.rng.random() < share else 512), 200)
+    for arrival_s in draft.arrivals(12.0, 120.0):
+        draft.add(arrival_s, draft.fresh(48_000 if draft.rng.random() < 0.06 else 512), 200)
     return draft.workload()
 
 
-def cancel_storm(rate: float = 12.0, seconds: float = 90.0, at_s: float = 45.0, seed: int = 0) -> Workload:
-    """The shared-prefix workload. At `at_s`, half of the clients that arrived in the minute before leave."""
+def cancel_storm(seed: int = 0) -> Workload:
+    """The shared-prefix workload. After 45 s, half of the clients that arrived in the minute before leave."""
     rng = Random(f"cancel-storm/{seed}")
-    plain = shared_prefix(SharedPrefix(groups=40), rate=rate, seconds=seconds, seed=seed)
+    plain = shared_prefix(SharedPrefix(groups=40), rate=12.0, seconds=90.0, seed=seed)
     records: list[Record] = []
     for record in plain.records:
-        left = at_s * 1e3 - record.arrival_us * 1e-3
+        left = 45e3 - record.arrival_us * 1e-3
         if 0 < left < 60e3 and rng.random() < 0.5:
             record = structs.replace(record, cancel_after_ms=round(left + 100 * rng.random(), 3))
         records.append(record)
     return arranged("cancel-storm", records)
 
 
-def overload(first: float = 6.0, last: float = 30.0, seconds: float = 60.0, seed: int = 0) -> Workload:
+def overload(seed: int = 0) -> Workload:
     """The rate rises to about twice what 8 servers can serve. Half of the requests may be shed (priority -1)."""
     rng = Random(f"overload/{seed}")
-    plain = shared_prefix(
-        SharedPrefix(groups=60, output_tokens=400),
-        arrivals=ramp(first, last, seconds * 0.6),
-        seconds=seconds,
-        seed=seed,
-    )
+    spec = SharedPrefix(groups=60, output_tokens=400)
+    plain = shared_prefix(spec, arrivals=ramp(6.0, 30.0, 36.0), seconds=60.0, seed=seed)
     records = [
         structs.replace(record, priority=-1 if rng.random() < 0.5 else 0, slo_ttft_ms=5000.0)
         for record in plain.records
@@ -132,39 +128,37 @@ def overload(first: float = 6.0, last: float = 30.0, seconds: float = 60.0, seed
     return arranged("overload", records)
 
 
-def hot_prefix(rate: float = 42.0, seconds: float = 60.0, share: float = 0.4, seed: int = 0) -> Workload:
-    """`share` of the requests begin with the same 6,400 tokens, the others with one of 60 beginnings of 3,200."""
+def hot_prefix(seed: int = 0) -> Workload:
+    """40 % of the requests begin with the same 6,400 tokens, the others with one of 60 beginnings of 3,200."""
     draft = _Draft("hot-prefix", seed)
     rng = draft.rng
-    for arrival_s in draft.arrivals(rate, seconds):
-        hot = rng.random() < share
+    for arrival_s in draft.arrivals(42.0, 60.0):
+        hot = rng.random() < 0.4
         ids = draft.shared("hot", 6400) if hot else draft.shared(f"group {rng.randrange(60)}", 3200)
         draft.add(arrival_s, ids + draft.fresh(rng.randint(100, 2000)), 250)
     return draft.workload()
 
 
-def same_prompts(
-    rate: float = 12.0, every_s: float = 4.0, size: int = 24, seconds: float = 90.0, seed: int = 0
-) -> Workload:
-    """Single requests of 2,000 tokens, and about every `every_s` seconds a burst: `size` times the same 4,800 tokens
-    within 50 ms. One of four bursts repeats the prompt of an earlier burst."""
+def same_prompts(seed: int = 0) -> Workload:
+    """Single requests of 2,000 tokens, and about every 4 seconds a burst: 24 times the same 4,800 tokens within 50 ms.
+    One of four bursts repeats the prompt of an earlier burst."""
     draft = _Draft("same-prompts", seed)
     rng = draft.rng
-    for arrival_s in draft.arrivals(rate, seconds):
+    for arrival_s in draft.arrivals(12.0, 90.0):
         draft.add(arrival_s, draft.fresh(2000), 200)
-    for burst, begin_s in enumerate(draft.arrivals(1.0 / every_s, seconds)):
+    for burst, begin_s in enumerate(draft.arrivals(0.25, 90.0)):
         prompt = draft.shared(f"burst {rng.randrange(burst) if burst and rng.random() < 0.25 else burst}", 4800)
-        for _ in range(size):
+        for _ in range(24):
             draft.add(begin_s + rng.random() * 0.05, prompt, rng.randint(50, 350))
     return draft.workload()
 
 
-def rare_giants(rate: float = 12.0, seconds: float = 90.0, share: float = 0.02, seed: int = 0) -> Workload:
-    """`share` of the prompts have 100,000 tokens; the others have 500 to 4,500 after one of ten beginnings of 1,000."""
+def rare_giants(seed: int = 0) -> Workload:
+    """2 % of the prompts have 100,000 tokens; the others have 500 to 4,500 after one of ten beginnings of 1,000."""
     draft = _Draft("rare-giants", seed)
     rng = draft.rng
-    for arrival_s in draft.arrivals(rate, seconds):
-        if rng.random() < share:
+    for arrival_s in draft.arrivals(12.0, 90.0):
+        if rng.random() < 0.02:
             ids = draft.fresh(100_000)
         else:
             ids = draft.shared(f"group {rng.randrange(10)}", 1000) + draft.fresh(rng.randint(500, 4500))
@@ -172,22 +166,15 @@ def rare_giants(rate: float = 12.0, seconds: float = 90.0, share: float = 0.02, 
     return draft.workload()
 
 
-def one_hog(
-    rate: float = 1.2,
-    hog: float = 40.0,
-    begin_s: float = 25.0,
-    for_s: float = 30.0,
-    seconds: float = 90.0,
-    seed: int = 0,
-) -> Workload:
-    """Ten tenants with `rate` requests per second each and their own system prompts of 2,000 tokens. From `begin_s`, an
-    eleventh tenant sends `hog` requests per second for `for_s` seconds, each with 4,000 tokens shared with no other."""
+def one_hog(seed: int = 0) -> Workload:
+    """Ten tenants with 1.2 requests per second each and their own system prompts of 2,000 tokens. After 25 s, an
+    eleventh tenant sends 40 requests per second for 30 s, each with 4,000 tokens shared with no other."""
     draft = _Draft("one-hog", seed)
-    for arrival_s in draft.arrivals(10 * rate, seconds):
+    for arrival_s in draft.arrivals(12.0, 90.0):
         tenant = f"tenant {draft.rng.randrange(10)}"
         draft.add(arrival_s, draft.shared(tenant, 2000) + draft.fresh(1000), 200, tenant=tenant)
-    for arrival_s in draft.arrivals(hog, for_s):
-        draft.add(begin_s + arrival_s, draft.fresh(4000), 300, tenant="hog")
+    for arrival_s in draft.arrivals(40.0, 30.0):
+        draft.add(25.0 + arrival_s, draft.fresh(4000), 300, tenant="hog")
     return draft.workload()
 
 

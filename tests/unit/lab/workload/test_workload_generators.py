@@ -144,12 +144,12 @@ def test_parameters_are_words():
 
 
 def test_the_adversarial_set_is_what_it_says():
-    burst = adversarial.cold_bursts(bursts=3, size=5)
+    burst = adversarial.cold_bursts()
     starts = [r.arrival_us for r in burst.records]
-    assert starts[4] - starts[0] < 100_000 < starts[5] - starts[4]
-    assert len({r.hash_ids[:125] for r in burst.records}) == 3
-    paced = adversarial.paced_prefix(4)
-    assert [r.parent for r in paced.records] == ["", "0", "1", "2"]
+    assert starts[15] - starts[0] < 100_000 < starts[16] - starts[15]
+    assert len({r.hash_ids[:125] for r in burst.records}) == 24
+    paced = adversarial.paced_prefix()
+    assert [r.parent for r in paced.records[:4]] == ["", "0", "1", "2"]
     assert len({r.hash_ids[:100] for r in paced.records}) == 1
     storm = adversarial.cancel_storm()
     leaving = [r for r in storm.records if r.cancel_after_ms]
@@ -163,8 +163,8 @@ def test_the_adversarial_set_is_what_it_says():
     same = Counter(r.hash_ids for r in adversarial.same_prompts().records)
     assert {count % 24 for count in same.values() if count > 1} == {0}
     assert max(same.values()) > 24
-    lengths = [r.in_tokens for r in adversarial.rare_giants(seconds=900).records]
-    assert fmean(tokens >= 100_000 for tokens in lengths) == pytest.approx(0.02, rel=0.2)
+    lengths = [r.in_tokens for r in adversarial.rare_giants().records]
+    assert fmean(tokens >= 100_000 for tokens in lengths) == pytest.approx(0.02, rel=0.3)
     hog = [r for r in adversarial.one_hog().records if r.tenant == "hog"]
     assert all(25.0 <= r.arrival_us / 1e6 <= 55.0 for r in hog)
     assert len(hog) == pytest.approx(1200, rel=0.1)
