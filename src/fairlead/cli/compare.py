@@ -15,6 +15,7 @@ import typer
 
 from fairlead.cli.basics import FAILED, WRONG_INPUT, echo_json
 from fairlead.cli.options import (
+    SEEDS,
     Engine,
     Prefill,
     Processes,
@@ -260,7 +261,7 @@ def compare(
     workload: _Workload = None,
     policy: Policies = None,
     load: Annotated[str, typer.Option(metavar="N,...", help="How many times as fast, e.g. 0.5,1,2.")] = "1",
-    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Repeat with this many seeds.")] = 1,
+    seeds: Annotated[int, typer.Option(metavar="N", min=1, help=SEEDS)] = 1,
     traces: Traces = "",
     requests: _Requests = 0,
     replicas: _Replicas = None,
@@ -341,8 +342,10 @@ def _check_options(against: Path | None, simulated: Mapping[str, object], gated:
 
 def results_of(cells: list[Cell], out: Path, fresh: bool, processes: int, cluster: str = "") -> list[CellResult]:
     """The results of all cells. Results in the directory `out` are reused unless `fresh`. It is created if needed."""
-    from fairlead.lab.simulator.grid import read_kept, run_grid
+    from fairlead.lab.simulator.grid import note_of_seeds, read_kept, run_grid
 
+    if note := note_of_seeds(cells):
+        typer.echo(note, err=True)
     out.mkdir(parents=True, exist_ok=True)
     kept = out / "cells.jsonl"
     if fresh:
@@ -391,11 +394,11 @@ def _not_its_own(count: int, first: str) -> str:
 
 
 def _print_json(results: list[CellResult]) -> None:
-    from fairlead.lab.simulator.grid import for_json, mean_figures, regrets
+    from fairlead.lab.simulator.grid import for_json, judged, mean_figures
 
     means = mean_figures(results)
     summary = {name: {policy: for_json(row) for policy, row in rows.items()} for name, rows in means.items()}
-    echo_json({"summary": summary, "regret": regrets(means)})
+    echo_json({"summary": summary, "regret": judged(results)})
 
 
 def compared_cells(
@@ -406,7 +409,7 @@ def compared_cells(
     from msgspec.structs import replace
 
     from fairlead.config.problems import suggestion
-    from fairlead.lab.simulator.build import is_name, listed
+    from fairlead.lab.simulator.build import is_generated, is_name, listed
     from fairlead.lab.simulator.drawn import drawn_names
     from fairlead.lab.simulator.run import config_from, known_policies
     from fairlead.lab.simulator.scenarios import QUALITY
@@ -426,6 +429,7 @@ def compared_cells(
                 spec,
                 name=f"{label} @{factor:g}" if len(loads) > 1 else label,
                 source=source,
+                seed=seed if is_generated(source, spec.traces) else 0,
                 speedup=factor,
                 prefill=prefill[policy],
             ),
@@ -435,8 +439,8 @@ def compared_cells(
         )
         for source, label in labels.items()
         for factor in loads
-        for policy, text in texts.items()
         for seed in range(seeds)
+        for policy, text in texts.items()
     ]
 
 

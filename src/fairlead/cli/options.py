@@ -212,6 +212,8 @@ def traces_of(directory: str, scenarios: Sequence[str]) -> str:
     return usable
 
 
+#: The help of --seeds.
+SEEDS = "Repeat with this many seeds: other traffic, unless it is recorded, other ties and jitter."
 Processes = Annotated[int, typer.Option(metavar="N", min=0, help="Number of processes.", show_default="one per core")]
 Speeds = Annotated[str, typer.Option(metavar="N,...", help="Relative speeds of the replicas, e.g. 1,1,0.4.")]
 Prefill = Annotated[int, typer.Option(metavar="N", min=0, help="This many replicas prefill, the others decode.")]

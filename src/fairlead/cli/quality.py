@@ -8,7 +8,7 @@ import typer
 
 from fairlead.cli.basics import WRONG_INPUT, echo_json
 from fairlead.cli.compare import Policies, end_with_errors, results_of, texts_of
-from fairlead.cli.options import Processes, Traces, examples, exits, traces_of, workload_option
+from fairlead.cli.options import SEEDS, Processes, Traces, examples, exits, traces_of, workload_option
 
 if TYPE_CHECKING:
     from fairlead.lab.simulator.grid import Cell
@@ -40,7 +40,7 @@ def quality(
         Set, typer.Option("--set", metavar="SET", help="development, held-out, both (all), or drawn.")
     ] = Set.DEVELOPMENT,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer requests of each scenario.")] = False,
-    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Repeat with this many seeds.")] = 1,
+    seeds: Annotated[int, typer.Option(metavar="N", min=1, help=SEEDS)] = 1,
     traces: Traces = "",
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where results go.")] = Path("out/quality"),
     processes: Processes = 0,

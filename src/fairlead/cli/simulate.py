@@ -84,7 +84,7 @@ def simulate(
     prefill: Prefill = 0,
     kv_lag_ms: _KvLagMs = None,
     dispatch: Annotated[str, typer.Option(help="timestamp or think.", show_default="the workload's")] = "",
-    seed: Annotated[int, typer.Option(help="Seed of ties and jitter; the traffic stays the same.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of traffic that is not recorded, of ties and jitter.")] = 0,
     validate: Annotated[bool, typer.Option("--validate", help="Check all invariants after each event (slow).")] = False,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one line per request to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Figures as JSON.")] = False,

@@ -18,6 +18,7 @@ from fairlead.lab.simulator.scenarios import (
     PUBLISHED,
     QUALITY,
     SITUATIONS,
+    TRACES,
     cut,
     parted,
 )
@@ -60,6 +61,8 @@ class ScenarioSpec(Struct, frozen=True, kw_only=True):
 
     name: str
     source: str
+    #: The seed of the traffic, where it is generated (`is_generated`).
+    seed: int = 0
     #: Directory with the published traces; empty = none.
     traces: str = ""
     #: The format of a workload file; empty = recognized by its name and content.
@@ -108,6 +111,13 @@ def is_name(name: str) -> bool:
 def is_paced(source: str) -> bool:
     """Whether `source` is a kind of workload that is generated at the wanted pace, for the wanted time."""
     return source in PACED and not is_name(source) and not Path(source).is_file()
+
+
+def is_generated(source: str, traces: str = "") -> bool:
+    """Whether each seed gives traffic of its own. Recorded traffic is the same for all."""
+    if is_name(source):
+        return not (traces and source in TRACES and Path(traces, TRACES[source]).is_file())
+    return not Path(source).is_file()
 
 
 def build(spec: ScenarioSpec) -> Scenario:
@@ -174,17 +184,18 @@ def _limited(engine: EngineSpec, spec: ScenarioSpec) -> EngineSpec:
 def _base(spec: ScenarioSpec) -> Scenario:
     for traced in (QUALITY, APART):
         if spec.source in traced:
-            return traced[spec.source](Path(spec.traces) if spec.traces else None)
+            return traced[spec.source](Path(spec.traces) if spec.traces else None, spec.seed)
     for known in (ADVERSARIAL, PUBLISHED, SITUATIONS, HELD_OUT):
         if spec.source in known:
-            return known[spec.source]()
-    if drawn := drawn_scenario(spec.source):
+            return known[spec.source](seed=spec.seed)
+    if drawn := drawn_scenario(spec.source, spec.seed):
         return drawn.scenario
     path = Path(spec.source)
     if path.is_file():
         workload = read_workload(path, spec.format)
     elif spec.source in KINDS:
-        pace = Pace(rate=spec.rate or 1.0, seconds=spec.seconds) if is_paced(spec.source) else Pace()
+        paced, seed = is_paced(spec.source), spec.seed
+        pace = Pace(rate=spec.rate or 1.0, seconds=spec.seconds, seed=seed) if paced else Pace(seed=seed)
         workload = generate(spec.source, pace, {})
     else:
         there = suggestion(spec.source, dict.fromkeys((*listed(), *KINDS)))

@@ -29,6 +29,8 @@ REQUESTS, SEQUENCES = 1500, 48
 FAULTS: tuple[FaultKind, ...] = ("down", "slow", "hang", "freeze", "mute")
 #: The number of scenarios in the set of a seed.
 COUNT = 24
+#: More than all numbers of scenarios.
+_NUMBERS = 10**9
 _NAME = re.compile(r"drawn-(\d{1,9})(?:-(\d{1,9}))?")
 
 
@@ -41,10 +43,10 @@ def drawn_names(name: str) -> list[str]:
     return [name] if match[2] else [f"{name}-{number}" for number in range(COUNT)]
 
 
-def drawn_scenario(name: str) -> "Drawn | None":
-    """The scenario named `drawn-SEED-NUMBER`; `None` for any other name."""
+def drawn_scenario(name: str, traffic: int = 0) -> "Drawn | None":
+    """The scenario named `drawn-SEED-NUMBER`, with the traffic of a seed; `None` for any other name."""
     match = _NAME.fullmatch(name)
-    return draw(int(match[1]), int(match[2])) if match and match[2] else None
+    return draw(int(match[1]), int(match[2]), traffic=traffic) if match and match[2] else None
 
 
 class Drawn(Struct, frozen=True):
@@ -55,8 +57,9 @@ class Drawn(Struct, frozen=True):
 
 
 @lru_cache(maxsize=2)
-def draw(seed: int, number: int, requests: int = REQUESTS) -> Drawn:
-    """Draw scenario `number` of a seed, with about `requests` requests."""
+def draw(seed: int, number: int, requests: int = REQUESTS, traffic: int = 0) -> Drawn:
+    """Draw scenario `number` of a seed, with about `requests` requests. `traffic`: a seed of lengths and arrivals
+    alone."""
     chance = Random(f"drawn/{seed}/{number}")
     servers, pool = _pool(chance)
     memory = min(replica.engine.block_size * replica.engine.num_blocks for replica in servers)
@@ -75,7 +78,7 @@ def draw(seed: int, number: int, requests: int = REQUESTS) -> Drawn:
         "bursty": bursty(starts_per_s, swing),
         "tides": tides(0.5 * starts_per_s, 1.5 * starts_per_s, lasts_s / 3),
     }
-    workload = requests_of(kind, spec, arrivals[pattern], number, requests)
+    workload = requests_of(kind, spec, arrivals[pattern], number + traffic * _NUMBERS, requests)
     faults: tuple[Fault, ...] = ()
     if chance.random() < 0.25:
         begin_s, for_s = chance.uniform(0.2, 0.5) * lasts_s, min(chance.uniform(0.05, 0.2) * lasts_s, 60.0)

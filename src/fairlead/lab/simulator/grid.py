@@ -30,7 +30,7 @@ from msgspec import Struct
 import fairlead
 from fairlead.config.registry import GROUP
 from fairlead.core.errors import FairleadError
-from fairlead.lab.simulator.build import ScenarioSpec, build
+from fairlead.lab.simulator.build import ScenarioSpec, build, is_generated
 from fairlead.lab.simulator.run import modules_beside, simulate
 from fairlead.lab.simulator.world import unknowing
 
@@ -282,6 +282,40 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> Figures:
         spread = {f"{name}_sd": round(stdev(row[name] for row in able), 4) if able[1:] else 0.0 for name in _SPREAD}
         means |= {"seeds": len(rows), **spread}
     return means
+
+
+def judged(results: Sequence[CellResult]) -> dict[str, Figures]:
+    """The regrets of the means over the seeds, and with several seeds the standard deviations of each seed's
+    (`ttft_mean_ms_sd`)."""
+    found = regrets(mean_figures(results))
+    seeds = dict.fromkeys(result.seed for result in results)
+    if len(seeds) > 1:
+        each = [regrets(mean_figures([result for result in results if result.seed == seed])) for seed in seeds]
+        for policy, row in found.items():
+            rows = [one[policy] for one in each if policy in one]
+            row |= {f"{name}_sd": round(stdev(one[name] for one in rows), 3) for name in _SPREAD if rows[1:]}
+    return found
+
+
+def ratios_in_words(regret: Mapping[str, Mapping[str, float]]) -> str:
+    """What `regret_text` shows, for the title of a table."""
+    several = any("ttft_mean_ms_sd" in row for row in regret.values())
+    return f"geometric mean{' ± standard deviation over seeds' if several else ''} (worst ratio)"
+
+
+def regret_text(row: Mapping[str, float], figure: str) -> str:
+    """A regret for people: mean, its standard deviation if there are several seeds, and the worst ratio."""
+    spread = f" ±{row[f'{figure}_sd']:.2f}" if f"{figure}_sd" in row else ""
+    return f"{row[figure]:.2f}{spread} ({row[f'{figure}_worst']:.1f})"
+
+
+def note_of_seeds(cells: Sequence[Cell]) -> str:
+    """A note about scenarios whose traffic is the same for all of several seeds; empty = there are none."""
+    repeated = {cell.scenario.name: cell.scenario for cell in cells if cell.seed}
+    fixed = [name for name, spec in repeated.items() if not is_generated(spec.source, spec.traces)]
+    if not fixed:
+        return ""
+    return f"note: the traffic of {', '.join(fixed)} is recorded: seeds vary only ties and jitter"
 
 
 def regrets(summary: Mapping[str, Mapping[str, Figures]]) -> dict[str, Figures]:

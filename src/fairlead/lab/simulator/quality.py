@@ -9,7 +9,7 @@ the default policy with the truth known, and at half the pace. A regret is the v
 policy that took part.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,21 @@ from rich.console import Console
 from rich.table import Table
 
 from fairlead.config.problems import suggestion
-from fairlead.lab.simulator.build import ScenarioSpec
+from fairlead.lab.simulator.build import ScenarioSpec, is_generated
 from fairlead.lab.simulator.drawn import drawn_names, drawn_scenario
-from fairlead.lab.simulator.grid import COMPARED, Cell, CellResult, for_json, mean_figures, regrets, served, version
+from fairlead.lab.simulator.grid import (
+    COMPARED,
+    Cell,
+    CellResult,
+    for_json,
+    judged,
+    mean_figures,
+    ratios_in_words,
+    regret_text,
+    regrets,
+    served,
+    version,
+)
 from fairlead.lab.simulator.run import AT_ONCE, known_policies
 from fairlead.lab.simulator.scenarios import (
     ADVERSARIAL,
@@ -123,10 +135,11 @@ def cells(
             calm = replace(spec, name=name + CALM, speedup=0.5)
             taking_part += [(known, key, texts[key]) for key in KNOWN_OF if key in texts]
             taking_part += [(calm, key, texts[key]) for key in CALM_OF if key in texts]
+        drawn = is_generated(name, traces)
         wanted += [
-            Cell(scenario=spec, policy=key, text=text, seed=seed)
-            for spec, key, text in taking_part
+            Cell(scenario=replace(spec, seed=seed if drawn else 0), policy=key, text=text, seed=seed)
             for seed in range(seeds)
+            for spec, key, text in taking_part
         ]
     return wanted
 
@@ -152,6 +165,8 @@ KEPT = (
     "tpot_p99_ms", "output_tokens_per_s", "goodput", "prefix_hit_rate", "in_band", "done", "shed", "failed",
     "cancelled", "requests",
 )  # fmt: skip
+#: Further figures if there are several seeds.
+SPREAD = ("seeds", "ttft_mean_ms_sd", "e2e_mean_ms_sd")
 Summary = dict[str, dict[str, dict[str, float]]]
 Regrets = Mapping[str, Mapping[str, float]]
 
@@ -169,10 +184,12 @@ class Comparison(Struct, frozen=True, kw_only=True):
 
 
 def summary_of(results: Sequence[CellResult]) -> Summary:
-    """The results with all figures of `KEPT`."""
+    """The results with all figures of `KEPT` and those of `SPREAD`."""
     means = mean_figures(results)
     return {
-        scenario: {policy: {name: row[name] for name in KEPT} for policy, row in policies.items()}
+        scenario: {
+            policy: {name: row[name] for name in (*KEPT, *SPREAD) if name in row} for policy, row in policies.items()
+        }
         for scenario, policies in means.items()
     }
 
@@ -183,24 +200,30 @@ def comparison(results: Sequence[CellResult]) -> Comparison:
         {name.removesuffix(end): rows for name, rows in summary.items() if name.endswith(end)} for end in (KNOWN, CALM)
     )
     own = {name: rows for name, rows in summary.items() if not name.endswith((KNOWN, CALM))}
-    judged = {name: regret for name in SETS if (regret := regrets_of(name, own))}
-    return Comparison(scenarios=own, known=known, calm=calm, regrets=judged)
+    found = {name: judged([r for r in results if r.scenario in among]) for name in SETS if (among := of_set(name, own))}
+    return Comparison(scenarios=own, known=known, calm=calm, regrets={name: row for name, row in found.items() if row})
+
+
+def of_set(chosen: str, scenarios: Iterable[str]) -> list[str]:
+    """Those of the scenarios that are in a set and count for its regrets. Pools of prefill and decode servers do not,
+    because other policies take part in them."""
+    known = {*SETS[chosen]}
+    return [n for n in scenarios if (drawn_names(n) if chosen == "drawn" else n in known and n not in APART)]
 
 
 def regrets_of(chosen: str, summary: Summary) -> Regrets:
-    """The regrets over the simulated scenarios of a set. Pools of prefill and decode servers are left out, because
-    other policies take part in them."""
-    if chosen == "drawn":
-        return regrets({name: rows for name, rows in summary.items() if drawn_names(name)})
-    names = [name for name in SETS[chosen] if name in summary and name not in APART]
-    return regrets({name: summary[name] for name in names})
+    """The regrets over the simulated scenarios of a set."""
+    return regrets({name: summary[name] for name in of_set(chosen, summary)})
 
 
 def judgement(regret: Regrets) -> dict[str, dict[str, dict[str, float]]]:
-    """{policy: {ttft_mean, ttft_p99, e2e_mean, goodput: {geomean, worst}}}, the form of `summary.json`."""
+    """{policy: {ttft_mean, ttft_p99, e2e_mean, goodput: {geomean, worst, sd}}}, the form of `summary.json`; `sd` only
+    of several seeds."""
+    parts = {"geomean": "", "worst": "_worst", "sd": "_sd"}
     return {
         policy: {
-            figure.removesuffix("_ms"): {"geomean": row[figure], "worst": row[f"{figure}_worst"]} for figure in COMPARED
+            figure.removesuffix("_ms"): {p: row[figure + end] for p, end in parts.items() if figure + end in row}
+            for figure in COMPARED
         }
         for policy, row in regret.items()
     }
@@ -236,11 +259,11 @@ def print_table(compared: Comparison) -> None:
     first: Regrets = next(iter(judged.values()), {})
     order = sorted(first, key=lambda policy: first[policy]["ttft_mean_ms"] * first[policy]["e2e_mean_ms"])
     order += [p for p in dict.fromkeys(p for row in summary.values() for p in row) if p not in first]
-    console = Console(width=max(120, 30 + sum(max(len(policy), 8) + 3 for policy in order)))
+    console = Console(width=max(120, 30 + sum(max(len(policy), 13) + 3 for policy in order)))
     for title, figure in (("mean TTFT, ms", "ttft_mean_ms"), ("mean E2E, ms", "e2e_mean_ms")):
         console.print(_table(title, figure, summary, order))
     for name, regret in judged.items():
-        console.print(_regret_table(f"regret over the {name} set: geometric mean (worst ratio)", regret, order))
+        console.print(_regret_table(f"regret over the {name} set: {ratios_in_words(regret)}", regret, order))
     for name in summary:
         if drawn := drawn_scenario(name):
             console.print(f"{name}: {drawn.words}", highlight=False, soft_wrap=True)
@@ -253,13 +276,16 @@ def _regret_table(title: str, regret: Regrets, order: Sequence[str]) -> Table:
     for policy in order:
         row = regret.get(policy)
         if row is not None:
-            parts = [f"{row[f]:.2f} ({row[f + '_worst']:.1f})" for f in COMPARED]
-            table.add_row(policy, *parts, f"{row['shed']:g}", f"{row['failed']:g}")
+            table.add_row(
+                policy, *(regret_text(row, figure) for figure in COMPARED), f"{row['shed']:g}", f"{row['failed']:g}"
+            )
     return table
 
 
 def _table(title: str, figure: str, summary: Summary, order: Sequence[str]) -> Table:
-    table = Table(title=f"{title} (* = some were shed or failed)")
+    most = max((row.get("seeds", 1) for policies in summary.values() for row in policies.values()), default=1)
+    seeds = f", means of {most} seeds ± standard deviation" if most > 1 else ""
+    table = Table(title=f"{title}{seeds} (* = some were shed or failed)")
     table.add_column("scenario")
     for policy in order:
         table.add_column(policy, justify="right")
@@ -271,7 +297,8 @@ def _table(title: str, figure: str, summary: Summary, order: Sequence[str]) -> T
             if row is None or not served(row):
                 cells.append("-" if row is None else "–*")
                 continue
-            text = f"{row[figure]:,.0f}" + ("*" if row["shed"] or row["failed"] else "")
+            spread = f" ±{row[f'{figure}_sd']:,.0f}" if f"{figure}_sd" in row else ""
+            text = f"{row[figure]:,.0f}{spread}" + ("*" if row["shed"] or row["failed"] else "")
             cells.append(f"[bold]{text}[/bold]" if row[figure] == best else text)
         table.add_row(scenario, *cells)
     return table

@@ -19,8 +19,11 @@ from fairlead.lab.simulator.grid import (
     Figures,
     failures,
     for_json,
+    judged,
     mean_figures,
-    regrets,
+    note_of_seeds,
+    ratios_in_words,
+    regret_text,
     served,
 )
 from fairlead.lab.simulator.scenarios import usable_traces
@@ -99,6 +102,7 @@ COLUMNS = (
 )  # fmt: skip
 #: Width in characters for measuring a table that is not shown.
 _WIDEST = 10_000
+_POLICY_WIDTH = 32
 _STYLE = """
 body{font:14px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:76rem;padding:0 1rem;color:#1c1e21;background:#fff}
 .plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(20rem,100%),1fr));gap:1rem}
@@ -125,7 +129,7 @@ def print_comparison(results: Sequence[CellResult]) -> None:
         rows = sorted(policies.items(), key=_by_latency)
         for table in _tables(console, scenario, rows):
             console.print(table)
-    regret = regrets(means)
+    regret = judged(results)
     if len(regret) > 1:
         console.print(_regret_table(regret))
 
@@ -147,8 +151,8 @@ def _tables(console: Console, title: str, rows: Sequence[tuple[str, Figures]]) -
         begin = end
 
 
-def _policy_column() -> Column:
-    return Column("policy", overflow="fold", max_width=32)
+def _policy_column(least: int | None = None) -> Column:
+    return Column("policy", overflow="fold", min_width=least, max_width=_POLICY_WIDTH)
 
 
 def _columns(title: str, rows: Sequence[tuple[str, Figures]], begin: int, end: int) -> Table:
@@ -166,11 +170,12 @@ def _seeds(rows: Sequence[tuple[str, Figures]]) -> str:
 
 
 def _regret_table(regret: dict[str, Figures]) -> Table:
-    table = Table(_policy_column(), title="regret: geometric mean of value / best value (worst ratio)")
+    least = min(max(map(len, regret)), _POLICY_WIDTH)
+    table = Table(_policy_column(least), title=f"regret = value / best value: {ratios_in_words(regret)}")
     for name in ("TTFT\nmean", "TTFT\np99", "E2E\nmean", "shed", "failed"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     for policy, row in sorted(regret.items(), key=lambda item: item[1]["ttft_mean_ms"]):
-        parts = [f"{row[f]:.2f} ({row[f + '_worst']:.1f})" for f in ("ttft_mean_ms", "ttft_p99_ms", "e2e_mean_ms")]
+        parts = [regret_text(row, figure) for figure in ("ttft_mean_ms", "ttft_p99_ms", "e2e_mean_ms")]
         table.add_row(policy, *parts, f"{row['shed']:g}", f"{row['failed']:g}")
     return table
 
@@ -178,7 +183,7 @@ def _regret_table(regret: dict[str, Figures]) -> Table:
 def write_report(results: Sequence[CellResult], cells: Sequence[Cell], out: Path) -> list[Path]:
     """Write results.json, one SVG per plot if matplotlib is installed, and report.html. Returns the paths."""
     means = mean_figures(results)
-    regret = regrets(means)
+    regret = judged(results)
     document = {
         "summary": {name: {policy: for_json(row) for policy, row in rows.items()} for name, rows in means.items()},
         "regret": regret,
@@ -222,6 +227,7 @@ def _page(
     parts += [f'<h3>{escape(name)}</h3><pre tabindex="0">{escape(text)}</pre>' for name, text in texts.items()]
     scenarios = {cell.scenario.name: cell.scenario for cell in cells}
     _, note = usable_traces(cells[0].scenario.traces, [cell.scenario.source for cell in cells]) if cells else ("", "")
+    note = f"{note} {note_of_seeds(cells)}".strip()
     described = msgspec.json.format(msgspec.json.encode(list(scenarios.values()))).decode()
     parts.append(f'<h3>Scenarios</h3><p>{escape(note)}</p><pre tabindex="0">{escape(described)}</pre></main></html>')
     return "\n".join(parts)

@@ -1,4 +1,7 @@
-"""Scenarios by name, for comparing policies. Sizes and rates are chosen for 8 servers of Qwen3-32B on H100."""
+"""Scenarios by name, for comparing policies. Sizes and rates are chosen for 8 servers of Qwen3-32B on H100.
+
+Each function takes the seed of its traffic; traces stay as they are. Published figures are of seed 0.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,6 +36,10 @@ def _plain(workload: Workload, block_size: int = made.BLOCK, servers: Sequence[R
     return Scenario(name=workload.name, workload=workload, replicas=servers)
 
 
+def _generated(make: Callable[..., Workload], block_size: int = made.BLOCK, seed: int = 0) -> Scenario:
+    return _plain(make(seed=seed), block_size)
+
+
 def headline(rate: float = 20.0, seconds: float = 0.0, seed: int = 0, servers: Sequence[Replica] = ()) -> Scenario:
     """150 groups of 5 users, with prompts of 6000 + 1200 tokens and answers of 1000, on 8 servers."""
     spec = SharedPrefix()
@@ -56,7 +63,7 @@ def _of_trace(path: Path, records: list[Record], speedup: float, servers: Sequen
     return Scenario(name=name, workload=arranged(path.stem, records), replicas=servers, speedup=speedup)
 
 
-def agents(sessions: int = 320, rate: float = 0.8, servers: Sequence[Replica] = ()) -> Scenario:
+def agents(sessions: int = 320, rate: float = 0.8, servers: Sequence[Replica] = (), seed: int = 0) -> Scenario:
     """Agents with tools: long shared system prompts, and many quick turns that each wait for the previous one."""
     spec = Conversation(
         systems=12,
@@ -68,10 +75,10 @@ def agents(sessions: int = 320, rate: float = 0.8, servers: Sequence[Replica] = 
         gap_s=6.0,
         spread=0.7,
     )
-    return _plain(conversation(spec, sessions=sessions, rate=rate, name="agents"), 64, servers)
+    return _plain(conversation(spec, sessions=sessions, rate=rate, seed=seed, name="agents"), 64, servers)
 
 
-def conversation_like(speedup: float) -> Scenario:
+def conversation_like(speedup: float, seed: int = 0) -> Scenario:
     """A generated replacement for a missing Mooncake trace, with about its rate, mean lengths and share of reuse."""
     spec = Conversation(
         systems=40,
@@ -84,7 +91,9 @@ def conversation_like(speedup: float) -> Scenario:
         spread=1.3,
         block_size=512,
     )
-    made = conversation(spec, seconds=_LIKE_SECONDS, rate=2.3, dispatch="timestamp", name="conversation-like")
+    made = conversation(
+        spec, seconds=_LIKE_SECONDS, rate=2.3, seed=seed, dispatch="timestamp", name="conversation-like"
+    )
     made.records = [record for record in made.records if record.arrival_us < _LIKE_SECONDS * 1e6]
     return Scenario(
         name=f"conversation-like-x{speedup:g}", workload=made, replicas=replicas(8, block_size=512), speedup=speedup
@@ -116,43 +125,45 @@ def cut(workload: Workload, head: int) -> Workload:
     return Workload(name=workload.name, records=workload.records[:head], dispatch=workload.dispatch)
 
 
-def _conversation(traces: Path | None, speedup: float) -> Scenario:
+def _conversation(traces: Path | None, seed: int = 0, *, speedup: float) -> Scenario:
     path = traces / MOONCAKE if traces else None
-    return mooncake(path, speedup) if path and path.is_file() else conversation_like(speedup)
+    return mooncake(path, speedup) if path and path.is_file() else conversation_like(speedup, seed)
 
 
-def _code(traces: Path | None) -> Scenario:
+def _code(traces: Path | None, seed: int = 0) -> Scenario:
     path = traces / AZURE_CODE if traces else None
     if path and path.is_file():
         return azure(path)
     spec = Conversation(
         systems=1, system_tokens=0, turns=1, first_tokens=2048, output_tokens=28, spread=0.9, block_size=64
     )
-    return _plain(conversation(spec, sessions=8800, rate=26.0, dispatch="timestamp", name="code-like"), 64)
+    return _plain(conversation(spec, sessions=8800, rate=26.0, seed=seed, dispatch="timestamp", name="code-like"), 64)
 
 
-def _apart(traces: Path | None, name: str) -> Scenario:
+def _apart(traces: Path | None, seed: int = 0, *, name: str) -> Scenario:
     """A scenario for separate prefill and decode servers. Separating them improves TPOT, so its limit is strict."""
-    made = _chat() if name == "chat" else structs.replace(QUALITY[name](traces))
+    made = _chat(seed) if name == "chat" else structs.replace(QUALITY[name](traces, seed))
     return structs.replace(made, slo_tpot_ms=25.0)
 
 
-def _chat() -> Scenario:
+def _chat(seed: int) -> Scenario:
     spec = CATALOGUE["interactive-chat"].spec
-    return _plain(conversation(spec, seconds=120.0, rate=9.0, dispatch="timestamp", name="chat"), spec.block_size)
+    made = conversation(spec, seconds=120.0, rate=9.0, seed=seed, dispatch="timestamp", name="chat")
+    return _plain(made, spec.block_size)
 
 
-#: Each function takes the directory with the published traces, or `None`. Generated workloads replace missing traces.
-QUALITY: dict[str, Callable[[Path | None], Scenario]] = {
-    "shared-prefix-10": lambda _: headline(10.0),
-    "shared-prefix-14": lambda _: headline(14.0),
-    "shared-prefix-20": lambda _: headline(20.0),
-    "conversation-1x": lambda traces: _conversation(traces, 1.0),
-    "conversation-1.5x": lambda traces: _conversation(traces, 1.5),
-    "conversation-2x": lambda traces: _conversation(traces, 2.0),
+#: Each function takes the directory with the published traces, or `None`, and the seed. Generated workloads replace
+#: missing traces.
+QUALITY: dict[str, Callable[[Path | None, int], Scenario]] = {
+    "shared-prefix-10": lambda _, seed: headline(10.0, seed=seed),
+    "shared-prefix-14": lambda _, seed: headline(14.0, seed=seed),
+    "shared-prefix-20": lambda _, seed: headline(20.0, seed=seed),
+    "conversation-1x": partial(_conversation, speedup=1.0),
+    "conversation-1.5x": partial(_conversation, speedup=1.5),
+    "conversation-2x": partial(_conversation, speedup=2.0),
     "azure-code": _code,
-    "agents": lambda _: agents(),
-    "unlike-hardware": lambda traces: unlike(_conversation(traces, 1.0)),
+    "agents": lambda _, seed: agents(seed=seed),
+    "unlike-hardware": lambda traces, seed: unlike(_conversation(traces, seed, speedup=1.0)),
 }
 
 
@@ -162,7 +173,7 @@ def scenario(name: str, traces: Path | None = None) -> Scenario:
         make = QUALITY[name]
     except KeyError:
         raise ValueError(f"unknown scenario {name!r}; known: {', '.join(QUALITY)}") from None
-    return structs.replace(make(traces), name=name)
+    return structs.replace(make(traces, 0), name=name)
 
 
 #: Scenario → the published trace that it uses. Other scenarios use none.
@@ -186,7 +197,7 @@ def usable_traces(directory: str, scenarios: Sequence[str]) -> tuple[str, str]:
 
 
 #: Scenarios for pools with separate prefill and decode servers (`parted`), compared with pools whose servers do both.
-APART: dict[str, Callable[[Path | None], Scenario]] = {
+APART: dict[str, Callable[[Path | None, int], Scenario]] = {
     f"apart-{name}": partial(_apart, name=name) for name in ("chat", "conversation-1x", "agents", "shared-prefix-10")
 }
 
@@ -210,17 +221,17 @@ PAUSE_S = 250.0
 STAGES = {20.0: 38.0, 40.0: 38.0, 60.0: 25.0}
 
 
-def stage(rate: float, seconds: float, preset: str = "") -> Scenario:
+def stage(rate: float, seconds: float, preset: str = "", *, seed: int = 0) -> Scenario:
     """The stage that warms the caches, then one stage of `rate` requests per second for `seconds`; only the requests of
     the latter are counted. `preset`: servers with their own memory instead of the published ones; empty = those."""
     spec = SharedPrefix()
     first, lasts = WARM_UP_STAGE
     warm, counted = int(first * lasts), int(rate * seconds)
     begin = lasts + PAUSE_S
-    rng = Random(f"stage/{rate:g}/{seconds:g}")
+    rng = Random(f"stage/{rate:g}/{seconds:g}" + (f"/{seed}" if seed else ""))
     arrivals = list(times(poisson(first), rng, count=warm))
     arrivals += [begin + arrival_s for arrival_s in times(poisson(rate), rng, count=counted)]
-    made = shared_prefix(spec, rate=rate, count=warm + counted)
+    made = shared_prefix(spec, rate=rate, count=warm + counted, seed=seed)
     records = [
         structs.replace(r, arrival_us=int(arrival_s * 1e6)) for r, arrival_s in zip(made.records, arrivals, strict=True)
     ]
@@ -234,7 +245,7 @@ def stage(rate: float, seconds: float, preset: str = "") -> Scenario:
     )
 
 
-PUBLISHED: dict[str, Callable[[], Scenario]] = {
+PUBLISHED: dict[str, Callable[..., Scenario]] = {
     **{f"headline-stage-{rate:g}": partial(stage, rate, seconds) for rate, seconds in STAGES.items()},
     # The same memory and warm caches under a steady load, about as much as the servers can handle.
     "headline-steady-16": partial(stage, 16.0, 1200.0),
@@ -245,21 +256,21 @@ PUBLISHED: dict[str, Callable[[], Scenario]] = {
 # Scenarios that break routers: the adversarial workloads, and server faults under the shared-prefix workload.
 
 
-def _faulty(name: str, *faults: Fault, seconds: float = 120.0) -> Scenario:
-    scenario = headline(9.0, seconds)
+def _faulty(name: str, *faults: Fault, seconds: float = 120.0, seed: int = 0) -> Scenario:
+    scenario = headline(9.0, seconds, seed)
     scenario.name = name
     scenario.faults = faults
     return scenario
 
 
 _METRICS_FAULTS: dict[str, FaultKind] = {"frozen": "freeze", "mute": "mute"}
-ADVERSARIAL: dict[str, Callable[[], Scenario]] = {
-    "paced-prefix": lambda: _plain(made.paced_prefix()),
-    "cold-bursts": lambda: _plain(made.cold_bursts()),
-    "viral-prompt": lambda: _plain(made.viral_prompt()),
-    "long-and-short": lambda: _plain(made.long_and_short()),
-    "cancel-storm": lambda: _plain(made.cancel_storm(), 80),
-    "overload": lambda: _plain(made.overload(), 80),
+ADVERSARIAL: dict[str, Callable[..., Scenario]] = {
+    "paced-prefix": partial(_generated, made.paced_prefix),
+    "cold-bursts": partial(_generated, made.cold_bursts),
+    "viral-prompt": partial(_generated, made.viral_prompt),
+    "long-and-short": partial(_generated, made.long_and_short),
+    "cancel-storm": partial(_generated, made.cancel_storm, block_size=80),
+    "overload": partial(_generated, made.overload, block_size=80),
     # One server dies at 40 s, losing its cache, and is back 30 s later.
     "restart": partial(_faulty, "restart", Fault(kind="down", replica=2, at_s=40.0, for_s=30.0)),
     # `frozen`: from 20 s to 80 s, all metrics pages show their values of second 20. `mute`: no page answers then.
@@ -276,11 +287,11 @@ ADVERSARIAL: dict[str, Callable[[], Scenario]] = {
 # Situations that occur in pools of every size. Half of them are in the development set, half in the held-out set.
 
 
-def _chat_at(rate: float, seconds: float, servers: Sequence[Replica]) -> Scenario:
+def _chat_at(rate: float, seconds: float, servers: Sequence[Replica], seed: int) -> Scenario:
     """Conversations of `interactive-chat`. `rate` of them begin per second; many are in progress at the start."""
     spec = CATALOGUE["interactive-chat"].spec
     settled = 2 * spec.gap_s * spec.turns
-    made = conversation(spec, seconds=settled + seconds, rate=rate, dispatch="timestamp")
+    made = conversation(spec, seconds=settled + seconds, rate=rate, seed=seed, dispatch="timestamp")
     records = [
         structs.replace(record, arrival_us=record.arrival_us - int(settled * 1e6))
         for record in made.records
@@ -289,65 +300,65 @@ def _chat_at(rate: float, seconds: float, servers: Sequence[Replica]) -> Scenari
     return _plain(Workload(name="chat", records=records), servers=servers)
 
 
-def _groups(arrivals: Arrivals, seconds: float, servers: Sequence[Replica], spec: SharedPrefix) -> Scenario:
+def _groups(arrivals: Arrivals, seconds: float, servers: Sequence[Replica], spec: SharedPrefix, seed: int) -> Scenario:
     """The shared-prefix workload with the numbers of `spec`."""
-    made = shared_prefix(spec, arrivals=arrivals, seconds=seconds)
+    made = shared_prefix(spec, arrivals=arrivals, seconds=seconds, seed=seed)
     return Scenario(name="shared-prefix", workload=made, replicas=servers)
 
 
-def think_time() -> Scenario:
+def think_time(seed: int = 0) -> Scenario:
     """Chat with turns 45 s after the previous answer, on servers with too little memory for all conversations."""
     spec = CATALOGUE["interactive-chat"].spec
     servers = replicas(4, block_size=spec.block_size, kv_tokens=150_000)
-    return _plain(conversation(spec, seconds=150.0, rate=4.0, name="think-time"), servers=servers)
+    return _plain(conversation(spec, seconds=150.0, rate=4.0, seed=seed, name="think-time"), servers=servers)
 
 
-def lora(dynamic: bool) -> Scenario:
+def lora(dynamic: bool, seed: int = 0) -> Scenario:
     """Static: three servers that list all six adapters, ready for use. Dynamic: eight servers that hold four of 24
     adapters in memory and take 1.5 s to load one."""
     if not dynamic:
-        return Scenario(name="lora-static", workload=made.adapters(), replicas=replicas(3, block_size=64, max_loras=8))
+        servers = replicas(3, block_size=64, max_loras=8)
+        return Scenario(name="lora-static", workload=made.adapters(seed=seed), replicas=servers)
     servers = tuple(
         structs.replace(
             replica, dynamic_adapters=True, engine=structs.replace(replica.engine, lora_load_ms=1500.0, max_cpu_loras=4)
         )
         for replica in replicas(8, block_size=64, max_loras=4)
     )
-    workload = made.adapters(24, rate=18.0, seconds=75.0, base=0.2)
+    workload = made.adapters(24, rate=18.0, seconds=75.0, base=0.2, seed=seed)
     return Scenario(name="lora-dynamic", workload=workload, replicas=servers)
 
 
-def unlike_memory() -> Scenario:
+def unlike_memory(seed: int = 0) -> Scenario:
     """The agents on servers of equal speed, with memory for 270,000, 135,000 and 68,000 tokens."""
     sizes = (270_000, 135_000, 68_000, 270_000, 68_000, 135_000, 68_000, 270_000)
     servers = tuple(replicas(1, block_size=64, kv_tokens=size)[0] for size in sizes)
-    return agents(sessions=150, rate=0.8, servers=servers)
+    return agents(sessions=150, rate=0.8, servers=servers, seed=seed)
 
 
-def unlike_chat(world: World) -> Scenario:
+def unlike_chat(world: World, seed: int = 0) -> Scenario:
     """Chat on eight servers, three of which are slower, with the delays and observations of `world`."""
-    made = _chat_at(4.0, 75.0, replicas(8, block_size=64, speeds=UNLIKE))
+    made = _chat_at(4.0, 75.0, replicas(8, block_size=64, speeds=UNLIKE), seed)
     return structs.replace(made, world=world)
 
 
-def unstreamed() -> Scenario:
+def unstreamed(seed: int = 0) -> Scenario:
     """`unlike_chat` without streamed answers."""
-    made = unlike_chat(World())
+    made = unlike_chat(World(), seed)
     records = [structs.replace(record, stream=False) for record in made.workload.records]
     return structs.replace(made, workload=Workload(name="unstreamed", records=records))
 
 
-def restarts() -> Scenario:
+def restarts(seed: int = 0) -> Scenario:
     """A roll-out: every other server is down for 15 s, one after another."""
     faults = (Fault(kind="down", replica=index, at_s=20.0 + 10.0 * index, for_s=15.0) for index in (0, 2, 4, 6))
-    return _faulty("restarts", *faults, seconds=100.0)
+    return _faulty("restarts", *faults, seconds=100.0, seed=seed)
 
 
-def diurnal() -> Scenario:
+def diurnal(seed: int = 0) -> Scenario:
     """A day in five minutes: three servers at night and eight at noon, added and removed a little late."""
-    made = _groups(
-        tides(3.0, 20.0, 300.0), 300.0, replicas(8, block_size=80), SharedPrefix(groups=60, output_tokens=300)
-    )
+    spec = SharedPrefix(groups=60, output_tokens=300)
+    made = _groups(tides(3.0, 20.0, 300.0), 300.0, replicas(8, block_size=80), spec, seed)
     late_s, day_s, step_s = 12.0, 300.0, 22.0
     for index in range(3, 8):
         comes, goes = late_s + step_s * (index - 2), day_s + late_s - step_s * (index - 2)
@@ -356,40 +367,41 @@ def diurnal() -> Scenario:
     return made
 
 
-def silently_slow() -> Scenario:
+def silently_slow(seed: int = 0) -> Scenario:
     """One of eight servers takes three times as long for every step from the start and does not report it."""
-    return _chat_at(6.0, 75.0, replicas(8, block_size=64, speeds=(1, 1, 1, 1 / 3, 1, 1, 1, 1)))
+    return _chat_at(6.0, 75.0, replicas(8, block_size=64, speeds=(1, 1, 1, 1 / 3, 1, 1, 1, 1)), seed)
 
 
-def dp_ranks() -> Scenario:
+def dp_ranks(seed: int = 0) -> Scenario:
     """Three addresses with four data-parallel ranks each, where the server spreads requests by load alone."""
     servers = tuple(structs.replace(replica, ranks=4) for replica in replicas(3, block_size=80))
-    return _groups(poisson(45.0), 50.0, servers, SharedPrefix(groups=40, system_tokens=4000, output_tokens=300))
+    spec = SharedPrefix(groups=40, system_tokens=4000, output_tokens=300)
+    return _groups(poisson(45.0), 50.0, servers, spec, seed)
 
 
-def many(count: int) -> Scenario:
+def many(count: int, seed: int = 0) -> Scenario:
     """64 servers: shared prefixes. 256 servers: chat."""
     if count == 64:
         spec = SharedPrefix(groups=400, system_tokens=4000, output_tokens=200)
-        return _groups(poisson(95.0), 25.0, replicas(64, block_size=80), spec)
-    return _chat_at(1.1 * count / 4, 10.0, replicas(count, block_size=64))
+        return _groups(poisson(95.0), 25.0, replicas(64, block_size=80), spec, seed)
+    return _chat_at(1.1 * count / 4, 10.0, replicas(count, block_size=64), seed)
 
 
-def _catalogued(name: str, count: int, rate: float) -> Scenario:
+def _catalogued(name: str, count: int, rate: float, seed: int = 0) -> Scenario:
     spec = CATALOGUE[name].spec
-    return _plain(conversation(spec, sessions=count, rate=rate, name=name), spec.block_size)
+    return _plain(conversation(spec, sessions=count, rate=rate, seed=seed, name=name), spec.block_size)
 
 
-def short_chat() -> Scenario:
+def short_chat(seed: int = 0) -> Scenario:
     """The lengths of Azure's conversation trace at about 18 times its pace: no shared prefixes, near saturation."""
     spec = Conversation(systems=1, system_tokens=0, turns=1, first_tokens=1155, output_tokens=211, spread=1.0)
-    return _plain(conversation(spec, seconds=40.0, rate=100.0, dispatch="timestamp", name="short-chat"), 64)
+    return _plain(conversation(spec, seconds=40.0, rate=100.0, seed=seed, dispatch="timestamp", name="short-chat"), 64)
 
 
 #: Rules and parameters may be tuned on these scenarios and on the ones above.
-SITUATIONS: dict[str, Callable[[], Scenario]] = {
-    "hot-prefix": lambda: _plain(made.hot_prefix()),
-    "rare-giants": lambda: _plain(made.rare_giants()),
+SITUATIONS: dict[str, Callable[..., Scenario]] = {
+    "hot-prefix": partial(_generated, made.hot_prefix),
+    "rare-giants": partial(_generated, made.rare_giants),
     "restarts": restarts,
     "think-time": think_time,
     "lora-static": partial(lora, dynamic=False),
@@ -400,11 +412,11 @@ SITUATIONS: dict[str, Callable[[], Scenario]] = {
     "slow-scrapes": partial(unlike_chat, World(scrape_interval_ms=5000.0)),
 }
 #: These scenarios must not be used for tuning. They are run once per release, and reported unchanged.
-HELD_OUT: dict[str, Callable[[], Scenario]] = {
-    "same-prompts": lambda: _plain(made.same_prompts()),
+HELD_OUT: dict[str, Callable[..., Scenario]] = {
+    "same-prompts": partial(_generated, made.same_prompts),
     "silently-slow": silently_slow,
     "lora-dynamic": partial(lora, dynamic=True),
-    "one-hog": lambda: _plain(made.one_hog()),
+    "one-hog": partial(_generated, made.one_hog),
     "endpoints-256": partial(many, 256),
     "diurnal": diurnal,
     "dp-ranks": dp_ranks,

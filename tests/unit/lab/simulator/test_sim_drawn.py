@@ -104,7 +104,7 @@ def test_the_trace_of_a_scenario_is_known(tmp_path, name):
         (tmp_path / trace).write_text("no trace")
     make = {**QUALITY, **APART}[name]
     with pytest.raises(TraceError) if name in TRACES else nullcontext():
-        make(tmp_path)
+        make(tmp_path, 0)
 
 
 def test_they_are_judged_by_themselves_and_tables_say_what_they_are(capsys):

@@ -12,11 +12,22 @@ import typer
 from fairlead.cli.compare import compared_cells, end_with_errors, results_of, texts_of
 from fairlead.core.errors import ConfigError
 from fairlead.lab.simulator import grid
-from fairlead.lab.simulator.build import ScenarioSpec, build, names, read_workload, write_workload
-from fairlead.lab.simulator.grid import Cell, CellResult, mean_figures, read_kept, regrets, run_cell, run_grid
+from fairlead.lab.simulator.build import ScenarioSpec, build, is_generated, names, read_workload, write_workload
+from fairlead.lab.simulator.grid import (
+    Cell,
+    CellResult,
+    judged,
+    mean_figures,
+    note_of_seeds,
+    read_kept,
+    regrets,
+    run_cell,
+    run_grid,
+)
+from fairlead.lab.simulator.quality import KEPT, comparison, judgement, print_table
 from fairlead.lab.simulator.report import COLUMNS, print_comparison, write_report
 from fairlead.lab.simulator.run import known_policies, policy_text, source_text
-from fairlead.lab.simulator.scenarios import ADVERSARIAL, HELD_OUT, SITUATIONS, conversation_like
+from fairlead.lab.simulator.scenarios import ADVERSARIAL, HELD_OUT, MOONCAKE, SITUATIONS, conversation_like
 from fairlead.lab.workload.describe import ideal_hit
 
 pytestmark = pytest.mark.simulation
@@ -300,6 +311,47 @@ def test_seeds_are_averaged(monkeypatch, capsys):
     print_comparison(rows)
     said = capsys.readouterr().out
     assert "means of 2 seeds ± standard deviation" in said and "200 ±141" in said
+
+
+def test_each_seed_draws_other_traffic_but_the_same_of_what_is_recorded(mooncake_head, tmp_path):
+    def made(source, seed, traces=""):
+        spec = ScenarioSpec(name="x", source=source, traces=traces, head=30, seed=seed)
+        return [(each.arrival_us, each.out_tokens) for each in build(spec).workload.records]
+
+    for name in (*names(), "drawn-3-1", "rag-summaries"):
+        assert is_generated(name)
+    for name in ("agents", "shared-prefix-14", "hot-prefix", "restarts", "short-chat", "drawn-3-1", "rag-summaries"):
+        assert made(name, 0) != made(name, 1) == made(name, 1)
+    assert made(str(mooncake_head), 0) == made(str(mooncake_head), 1)
+    (tmp_path / MOONCAKE).write_bytes(mooncake_head.read_bytes())
+    assert not is_generated("conversation-2x", str(tmp_path)) and is_generated("azure-code", str(tmp_path))
+    assert made("conversation-2x", 0, str(tmp_path)) == made("conversation-2x", 1, str(tmp_path))
+
+
+def test_what_seeds_vary_is_said(mooncake_head):
+    both = compared_cells(ScenarioSpec(name="", source="", head=9), ["agents", str(mooncake_head)], ["random"], "1", 2)
+    assert [cell.scenario.seed for cell in both] == [0, 1, 0, 0]
+    assert note_of_seeds(both) == (
+        f"note: the traffic of {mooncake_head.stem} is recorded: seeds vary only ties and jitter"
+    )
+    assert note_of_seeds(both[:2]) == note_of_seeds(both[2:3]) == ""
+
+
+def test_regrets_of_several_seeds_have_a_spread(capsys):
+    more = dict.fromkeys(KEPT, 0.0) | {"tpot_p50_ms": 1.0}
+    rows = [
+        result("agents", policy, ttft, 100.0, seed, **more | {"ttft_mean_ms": ttft, "e2e_mean_ms": 100.0, "done": 9})
+        for seed, worse in enumerate((200.0, 400.0))
+        for policy, ttft in (("good", 100.0), ("bad", worse))
+    ]
+    assert "ttft_mean_ms_sd" not in judged(rows[:2])["bad"]
+    found = judged(rows)["bad"]
+    assert (found["ttft_mean_ms"], found["ttft_mean_ms_sd"]) == (3.0, 1.414)
+    compared = comparison(rows)
+    assert judgement(compared.regrets["development"])["bad"]["ttft_mean"] == {"geomean": 3.0, "worst": 3.0, "sd": 1.414}
+    print_table(compared)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "means of 2 seeds ± standard deviation" in said and "300 ±141" in said and "3.00 ±1.41 (3.0)" in said
 
 
 def test_a_seed_that_served_nobody_has_no_latency():
