@@ -129,9 +129,10 @@ def _figures(
     journal: Path | None,
     policies: Sequence[str],
     failed: list[str],
-    simulate: "Callable[[Run, str], Simulation]",
+    simulate: "Callable[[Run, Any, str], Simulation]",
 ) -> tuple[dict[str, float], dict[str, float], tuple[str, str]]:
     """Return the figures and names of both runs. Policies whose plugins failed are added to `failed`, in words."""
+    from fairlead.lab.simulator.journal import in_force
     from fairlead.lab.simulator.result import of_jobs, of_journal
 
     if journal is not None:
@@ -143,18 +144,26 @@ def _figures(
         return measured
     if len(policies) != 1:
         raise ValueError("--against needs one --policy to simulate, or a --journal to measure")
+    scheduling, share = in_force(base)
+    if share < 1.0:
+        typer.echo(
+            f"note: the configuration changed; the recorded one is that of {share:.0%} of the decisions", err=True
+        )
     names = "recorded policy", policies[0]
     figures = []
     for name, policy in zip(names, ("", policies[0]), strict=True):
-        simulation = simulate(base, policy)
+        simulation = simulate(base, scheduling, policy)
         figures.append(of_jobs(simulation.jobs))
         if errors := simulation.plugin_errors:
             failed.append(f"{name}: {_not_its_own(len(errors), str(errors[0]))}")
     return figures[0], figures[1], names
 
 
-def _simulated(run: "Run", policy: str, load: float, servers: int, preset: str, head: int) -> "Simulation":
-    """Simulate the journal's traffic under `policy`. `servers`: 0 = as many as recorded at most."""
+def _simulated(
+    run: "Run", scheduling: Any, policy: str, load: float, servers: int, preset: str, head: int
+) -> "Simulation":
+    """Simulate the journal's traffic under the recorded configuration `scheduling`, with `policy` in place of its own
+    unless that is empty. `servers`: 0 = as many as recorded at most."""
     from fairlead.compat.recorded import restore, with_policy
     from fairlead.lab.engine.presets import DEFAULT_PRESET
     from fairlead.lab.engine.presets import preset as find_preset
@@ -164,7 +173,7 @@ def _simulated(run: "Run", policy: str, load: float, servers: int, preset: str, 
     from fairlead.lab.simulator.simulation import Simulation
     from fairlead.lab.simulator.world import Scenario, replicas
 
-    config, registry = restore(run.head.scheduling), None
+    config, registry = restore(scheduling), None
     if policy:
         instead, registry = config_from(policy_text(policy))
         config = with_policy(config, instead)

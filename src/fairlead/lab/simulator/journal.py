@@ -364,6 +364,24 @@ def decisions(run: Run) -> Iterator[JournaledDecision]:
     yield from made.open.values()
 
 
+def in_force(run: Run) -> tuple[Any, float]:
+    """The recorded configuration by which most requests were decided, in a run and the runs beside it, and the share of
+    the decisions that are its own. Reloads change it."""
+    counts = list[tuple[Any, int]]()
+    for each in (run, *run.beside):
+        now, decided = each.head.scheduling, 0
+        for kind, _, body in each.items():
+            if kind == POLICY:
+                counts.append((now, decided))
+                now, decided = body.document, 0
+            decided += kind == DECIDED
+        counts.append((now, decided))
+    sums = [(sum(n for other, n in counts if other == document), document) for document, _ in counts]
+    most, document = max(sums, key=lambda pair: pair[0])
+    total = sum(n for _, n in counts)
+    return document, most / total if total else 1.0
+
+
 def _in_run(run: Run, wanted: str | int) -> JournaledDecision | None:
     """Return the newest decision that `wanted` names; a number is our number for the request. Reads the newest segments
     first, and no older ones than necessary: journals may have GiB. Each is read once, unless the decision extends over

@@ -12,6 +12,8 @@ import pytest
 from commands import fairlead
 
 from fairlead.cli.explain import show
+from fairlead.compat.load import load
+from fairlead.core.events import Reconfigured
 from fairlead.core.records import DecisionRecord, OutcomeRecord, SplitCosts
 from fairlead.lab.simulator import plan_live
 from fairlead.lab.simulator.journal import one_run, runs
@@ -262,6 +264,23 @@ def test_the_gate_says_which_run_it_takes(record_run: Callable[..., Any], tmp_pa
     counts = [int(re.search(r"^requests +(\d+)", done.output, re.M)[1]) for done in (former, last)]  # type: ignore[index]
     assert counts[0] > counts[1] > 0
     assert call("sim", "compare", "--against", path, "--policy", "default", "--run", "nobody").exit_code == 2
+
+
+def test_the_recorded_policy_is_the_one_that_decided_most(record_run: Callable[..., Any], tmp_path: Path) -> None:
+    """A reload put it in the place of the first one."""
+
+    def reload(simulation: Any) -> None:
+        simulation.feed(Reconfigured(load("policy: round-robin", need_endpoints=False)))
+
+    def changes(policy: str) -> tuple[set[str], str]:
+        done = call("sim", "compare", "--against", tmp_path, "--policy", policy)
+        return {*re.findall(r"[+-]\d+\.\d%", done.output)}, done.output
+
+    record_run(tmp_path, "policy: default\nflowControl: {enabled: false}", seconds=4.0, midway={40: reload})
+    same, said = changes("round-robin")
+    assert same == {"+0.0%"}, said
+    assert "note: the configuration changed; the recorded one is that of 79% of the decisions" in said
+    assert changes("default")[0] > {"+0.0%"}
 
 
 def test_a_policy_against_itself_is_the_same_also_with_flow_control(
