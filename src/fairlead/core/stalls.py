@@ -31,7 +31,7 @@ Theory
   replayed by their rule: a look that is more than `LATE_S` late shows a standstill.
 * Where the page does not follow the engine's steps, or shows no work, only the gateway could tell of progress. If a
   gateway's answers are followed (`gateway_answered`), that silence counts only up to the last one. A gap of more than
-  `GATEWAY_S` between two of them is the gateway's own silence, and moves the beginnings of all others.
+  `GATEWAY_S` between two of them is the gateway's own silence, and moves the beginnings of these silences.
 * An endpoint recovers at the first progress. If it has no work left that could show progress, it may get one request
   every `RETRIED_S` as a test (`TRIED`). Until one makes progress, it counts as suspect for everyone who looks; but for
   `FORGOTTEN_S` at most if none comes, because nothing is known then, and an alert would last all night.
@@ -215,7 +215,8 @@ class Stalls:
     def gateway_answered(self, now: float) -> None:
         """Note that the gateway answers. Call it every half second while it does."""
         if now - self._gateway_at > GATEWAY_S:
-            self._excuse(now - self._gateway_at, now)
+            watched = [each for slot, each in enumerate(self._watched) if not self._tells(slot, each, now)]
+            self._excuse(watched, now - self._gateway_at, now)
         self._gateway_at = now
 
     # ---- silence ----
@@ -223,7 +224,7 @@ class Stalls:
     def timed(self, now: float) -> None:
         """Look because the timer fired. It should fire again after `TIMED_S`."""
         if now - self._timer_due > LATE_S:
-            self._excuse(now - self._timer_due, now)
+            self._excuse(self._watched, now - self._timer_due, now)
         self._timer_due = now + TIMED_S
         self.look(now)
 
@@ -233,7 +234,7 @@ class Stalls:
         table, left = self._table, SILENT
         late = now - self._timer_due > LATE_S
         if self._timer_due == inf and not self._next and now - LATE_S > self.due > -inf:
-            self._excuse(now - self.due, now)
+            self._excuse(self._watched, now - self.due, now)
             late = True
         if now - self._gateway_at > GATEWAY_S:
             self._any_out = now
@@ -255,8 +256,8 @@ class Stalls:
         self._next = 0
         self.due = now + LOOK_S
 
-    def _excuse(self, standstill_s: float, now: float) -> None:
-        for each in self._watched:
+    def _excuse(self, watched: Iterable[_Watched], standstill_s: float, now: float) -> None:
+        for each in watched:
             each.since = min(each.since + standstill_s, now)
 
     def _look_at(self, slot: int, watched: _Watched, now: float) -> None:
@@ -264,10 +265,9 @@ class Stalls:
         if self._only_told(slot):
             self._idle(slot, watched, now, now)
             return
-        shown = self._table.waiting[slot] + self._table.running[slot] > 0.0
-        heard_at = now if shown and self._speaks(slot, watched, now) else min(self._gateway_at, now)
+        heard_at = now if self._tells(slot, watched, now) else min(self._gateway_at, now)
         begun = watched.since
-        if not shown and watched.given_up_at <= now - PLAUSIBLE_S:
+        if not self._shows_work(slot) and watched.given_up_at <= now - PLAUSIBLE_S:
             begun = max(begun, self._begun(slot))
         if heard_at - begun > PLAUSIBLE_S:
             watched.since = begun
@@ -313,7 +313,7 @@ class Stalls:
         table, leases = self._table, self._ledger.of_slot(slot)
         charges = (lease.charged_at if lease.request.id < 0 or lease.unshown else inf for lease in leases)
         newest = max(charges, default=inf)
-        return bool(table.sampled_at[slot] > newest + SEEN_S and table.waiting[slot] + table.running[slot] <= 0.0)
+        return bool(table.sampled_at[slot] > newest + SEEN_S and not self._shows_work(slot))
 
     def silence(self, slot: int, now: float) -> float:
         """Return the seconds without progress, as of the last `look`; 0 = it has no work that could show progress."""
@@ -362,6 +362,13 @@ class Stalls:
         if sample is None or watched.still or now - self._table.sampled_at[slot] >= TELLS_S:
             return False
         return sample.each_step and (sample.generation_tokens, sample.kv_usage) != (None, None)
+
+    def _shows_work(self, slot: int) -> bool:
+        return bool(self._table.waiting[slot] + self._table.running[slot] > 0.0)
+
+    def _tells(self, slot: int, watched: _Watched, now: float) -> bool:
+        """Whether the page tells of progress by itself, without the gateway."""
+        return self._shows_work(slot) and self._speaks(slot, watched, now)
 
     def moved_at(self, slot: int, now: float) -> float:
         """Return the clock seconds of the endpoint's last progress; infinite if its page does not tell."""

@@ -814,6 +814,19 @@ def test_a_page_tells_of_a_hang_while_the_gateway_stands_still() -> None:
     assert [(record.endpoint, record.level) for record in rig.told] == [("e0", "suspect"), ("e0", "out")]
 
 
+def test_a_page_tells_of_a_hang_however_slowly_the_gateway_answers() -> None:
+    """Each gap between two of its answers is a standstill, which excuses only those whose silence it may explain."""
+    rig = Rig()
+    rig.warm()
+    rig.hung.add("e0")
+    for step in range(60):
+        if step % 7 == 0:
+            rig.feed(GatewayAnswered())
+        rig.send()
+        rig.step()
+    assert [(record.endpoint, record.level) for record in rig.told] == [("e0", "suspect"), ("e0", "out")]
+
+
 def test_a_look_at_a_silent_pool_is_split() -> None:
     fleet, now, servers = Fleet(), 100.0, 2 * SILENT + 10
     for number in range(servers):

@@ -414,11 +414,12 @@ class Live:
 
     async def _hear_gateway(self) -> None:
         """Report to the pipeline that the gateway is alive. While an Envoy is not, answers may wait there."""
-        admins = [EnvoyAdmin.from_address(where) for where in self._gateway]
+        admins, now = [EnvoyAdmin.from_address(where) for where in self._gateway], asyncio.get_running_loop().time
         while True:
+            due = now() + _ASKED_S
             if all(await asyncio.gather(*(admin.lives() for admin in admins))):
                 self.driver.feed(GatewayAnswered())
-            await asyncio.sleep(_ASKED_S)
+            await asyncio.sleep(due - now())
 
     def _announce(self) -> None:
         if self.serving.endpoints:
