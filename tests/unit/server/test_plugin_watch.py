@@ -10,7 +10,7 @@ from fairlead.core.canary import Canary
 from fairlead.core.errors import PluginError
 from fairlead.core.fairness import Strict
 from fairlead.core.flow import Waiting
-from fairlead.core.policy import Context, Picked, clamped
+from fairlead.core.policy import Context, Picked, clamped, told
 from fairlead.core.profile import Profile
 from fairlead.plugins.guarding import GuardedCeiling, GuardedFairness, GuardedOrdering, Measuring, Parsing
 from fairlead.plugins.params import NoParams
@@ -104,12 +104,27 @@ async def test_the_primary_goes_on_and_a_canary_that_did_not_return_decides_no_m
     policy = Canary(LeastRequests(), canary, 100.0, errors.append)
     for _ in range(2):
         pick = policy.choose(request(), fleet("e0", "e1"), context())
-        assert isinstance(pick, Picked) and pick.by != policy.label
+        assert isinstance(pick, Picked) and pick.by == ""
         await asyncio.sleep(0)
     assert watch.count == 1
     (error,) = errors
     assert error.plugin == "endless" and "did not return and was interrupted" in str(error)
     assert "(test_plugin_watch.py, line " in str(error) and "this canary decides nothing more" in str(error)
+
+
+class Remembers(LeastRequests):
+    def chosen(self, request: Any, slot: int, fleet: Any, cycle: Any) -> None:
+        EndlessPart().key(slot)
+
+
+async def test_a_policy_that_is_told_of_its_picks_is_interrupted(watch: Any) -> None:
+    errors: list[PluginError] = []
+    policy, asked, known = Remembers(), request(), fleet("e0", "e1")
+    policy.report_to(errors.append)
+    for _ in range(3):
+        assert isinstance(told(policy.choose(asked, known, context()), asked, known), Picked)
+        await asyncio.sleep(0)
+    assert watch.count == 2 and "it is left out for 60 s" in str(errors[-1])
 
 
 async def test_a_scorer_is_left_out_of_that_decision(watch: Any) -> None:
