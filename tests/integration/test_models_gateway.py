@@ -395,14 +395,15 @@ async def test_header_targets_count_only_if_trusted(tmp_path: Path) -> None:
             assert w.asked_for() == {target: 1}
 
 
-async def test_with_the_stub(tmp_path: Path) -> None:
+async def test_with_the_stub(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A base model and an adapter, at a server with the real one's answers: they have its first name."""
     names = model("chat", ("base", 1)) + model("tuned", ("adapter", 1)) + model("broken", ("missing", 1))
     prompts = {
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
         "/v1/completions": {"prompt": "x"},
     }
-    stub = StubPool(StubConfig(model="first", aliases=("base",), loras=("adapter",), time_ratio=20.0), 2)
+    config = StubConfig(model="first", aliases=("base",), loras=("adapter", "other"), time_ratio=20.0)
+    stub = StubPool(config, 2)
     async with stub as pool, world(EMBEDDED, tmp_path, names, pool.addresses, policy="default") as w:
         for name in ("chat", "tuned"):
             for path, prompt in prompts.items():
@@ -415,3 +416,8 @@ async def test_with_the_stub(tmp_path: Path) -> None:
                 assert got.body.endswith(b"data: [DONE]\n\n")
         got = await w.post(json.dumps({"model": "broken", "prompt": "x"}).encode(), path="/v1/completions")
         assert got.status == 404
+        async with asyncio.timeout(10):
+            while "requests for served models get 404" not in caplog.text:
+                await asyncio.sleep(0.05)
+    told = [record.fields for record in caplog.records if record.getMessage().startswith("requests for served")]
+    assert [fields["models"] for fields in told] == ["other"]

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 from fairlead.cli.basics import WRONG_INPUT, echo_json, without_collection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
+    from fairlead.config.endpoint_list import Listed
     from fairlead.config.problems import Place, Problem
     from fairlead.config.schema import Config
+    from fairlead.core.models import ModelSet
 
 
 def run_validate(file: Path, as_json: bool, workers: int = 1) -> int:
@@ -142,17 +144,33 @@ def _names(config: "Config") -> tuple[str, list[str]]:
     if problems:
         return "", problems
     defined = f"{len(models.models)}, objectives: {len(models.objectives)}, rewrites: {len(models.rewrites)}"
-    return f" Models: {defined}.", []
+    return f" Models: {defined}.{_refused(config, models)}", []
 
 
-def _summary(config: "Config") -> str:
+def _refused(config: "Config", models: "ModelSet") -> str:
+    """A sentence on names that are not defined, if requests for them are refused. Labels tell some that are served."""
+    from fairlead.core.endpoint import MODEL_LABEL
+    from fairlead.core.models import Catalogue, ModelRules
+
+    catalogue = Catalogue(models, ModelRules(reject_unmatched=config.models.unmatched == "reject"))
+    labelled = [
+        ({entry.endpoint.labels.get(MODEL_LABEL, "")} - {""}, entry.endpoint.promised) for entry in _listed(config)
+    ]
+    names = sorted({name for base, adapters in labelled for name in catalogue.undefined(base, adapters)})
+    also = f", also for {', '.join(names[:5])}" if names else ""
+    return f" Requests for other names get 404{also} (models.unmatched)." if catalogue.only_defined else ""
+
+
+def _listed(config: "Config") -> "Sequence[Listed]":
     from fairlead.compat.load import read_bytes
     from fairlead.config.endpoint_list import parse_endpoints_text
 
-    endpoints = config.endpoints.static
-    if config.endpoints.file:
-        endpoints = parse_endpoints_text(read_bytes(Path(config.endpoints.file))).entries
-    policy = config.policy
+    file = config.endpoints.file
+    return parse_endpoints_text(read_bytes(Path(file))).entries if file else config.endpoints.static
+
+
+def _summary(config: "Config") -> str:
+    endpoints, policy = _listed(config), config.policy
     parts = _counted(len(policy.filters), "filter")
     if policy.picker is not None:
         parts += f", {_counted(len(policy.scorers), 'scorer')}, picker {policy.picker.name}"

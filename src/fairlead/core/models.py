@@ -1,7 +1,7 @@
 """Model names: how operators define them, and which target, priority and latency a request for a name gets."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from math import inf, log
@@ -316,6 +316,8 @@ class Catalogue:
         self.known = frozenset(self._names) | self.sent_for
         #: Whether only defined names are served.
         self.strict = rules.reject_unmatched and bool(self._names)
+        #: Whether requests for other names are refused: no rule is for every request.
+        self.only_defined = self.strict and self._generic is None
         #: Whether `resolve` may find a target other than the name in the body, for requests without a rewrite header.
         self.rewrites = bool(self._names or self._exact or self._generic)
         #: Whether the opening of a conversation may decide its target.
@@ -378,6 +380,15 @@ class Catalogue:
         """Whether the name is defined, and has no target with a weight: requests for it are refused."""
         split = self._way(name, "")[1]
         return split is not None and not split.names
+
+    def undefined(self, base: Collection[str], adapters: Iterable[str]) -> set[str]:
+        """Return which models of a server are not defined, so that no request may name them. Targets are left out, and
+        so are the further names of a base model that may be named or is a target."""
+        if not self.only_defined:
+            return set()
+        reached = self.known | self._exact.keys()
+        hidden = set() if any(name in reached for name in base) else set(base)
+        return hidden.union(name for name in adapters if name not in reached)
 
     def resolve(self, request: Request, rng: Random) -> Resolution | Refusal:
         """Return the resolution of a request, or why it is refused. Draws from `rng` only if a target must be drawn and

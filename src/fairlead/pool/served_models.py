@@ -139,6 +139,8 @@ class ServedModels:
         self._union: tuple[bool, Mapping[str, ModelCard]] | None = None
         #: Whether there are endpoints, and each has listed its models; `None` = to be computed again.
         self._all_known: bool | None = None
+        #: How many lists were reported.
+        self.reported = 0
 
     def up(self, endpoint: Endpoint) -> None:
         """Query an endpoint from now on, or take note that it changed."""
@@ -175,6 +177,11 @@ class ServedModels:
         """Yield the models and adapters that endpoints serve; a name once for each endpoint that serves it."""
         for target in self._targets.values():
             yield from target.listed.entries
+
+    def lists(self) -> Iterator[ModelList]:
+        """Yield what each endpoint listed last."""
+        for target in self._targets.values():
+            yield target.listed
 
     def union(self, alike: bool) -> Mapping[str, ModelCard]:
         """All names that endpoints serve. Each has the entry of the endpoint with the shortest context.
@@ -242,6 +249,7 @@ class ServedModels:
                 return
         news, target.listed = looked or not listed.names_as(target.listed), listed
         if news:
+            self.reported += 1
             self._feed(AdaptersListed(target.endpoint.id, listed.adapters, listed.base))
 
     def _refuses(self, target: _Target) -> bool:

@@ -399,6 +399,14 @@ async def test_each_name_that_leads_nowhere_is_named_and_no_target_without_traff
     assert [finding.where for finding in found.findings] == [("bare", "early", "late")]
 
 
+async def test_served_models_that_no_request_may_name_are_noted(world: Any, pool_of: Listed) -> None:
+    config: Json = {"endpoints": pool_of(await world.stubs(1, loras=("mine",))), "models": [{"name": "tiny"}]}
+    found = await world.examined(config)
+    assert ("models.undefined", "/v1/models lists mine") in {(each.code, each.evidence) for each in found.findings}
+    config["models"] = {"list": config["models"], "unmatched": "pass"}
+    assert "models.undefined" not in codes(await world.examined(config))
+
+
 async def test_a_metrics_page_that_lacks_something_is_named(world: Any, pool_of: Listed) -> None:
     config: Json = {
         "endpoints": pool_of(await world.stubs(1)),

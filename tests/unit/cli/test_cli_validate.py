@@ -113,6 +113,27 @@ def test_notes_do_not_make_it_invalid(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"note: {file}:2: $.inferenceExtension.replicas: belongs to the Helm chart" in out
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            "models: [{name: base}]",
+            "rewrites: 0. Requests for other names get 404, also for mine, v2 (models.unmatched).\n",
+        ),
+        ("models: [{name: base}, {name: v2}, {name: x, targets: {mine: 1}}]", "Requests for other names get 404 (mod"),
+        ("models: {list: [{name: base}], unmatched: pass}", "rewrites: 0.\n"),
+    ],
+)
+def test_names_that_are_refused_are_said(
+    tmp_path: Path, more: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "f.yaml"
+    labels = "{address: '10.0.0.%d:80', labels: {model-id: %s, lora-adapters: mine}}"
+    file.write_text(f"endpoints: [{labels % (1, 'base')}, {labels % (2, 'v2')}]\n{more}\n")
+    assert validate(file) == 0
+    assert said in capsys.readouterr().out
+
+
 def test_the_endpoints_file_is_read_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, endpoints = tmp_path / "f.yaml", tmp_path / "e.yaml"
     file.write_text("endpoints: {file: e.yaml}")

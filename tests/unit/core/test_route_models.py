@@ -284,6 +284,16 @@ def test_canaries_of_two_models_get_different_sessions() -> None:
     assert 25 < both < 80
 
 
+def test_what_a_server_has_and_no_request_may_name() -> None:
+    models = ModelSet((model("chat", "base", "tuned"),))
+    catalogue = Catalogue(models)
+    assert catalogue.undefined(["first", "base"], ["tuned", "mine"]) == {"mine"}, "one model with two names"
+    assert catalogue.undefined(["v2"], []) == {"v2"}
+    passing = [Catalogue(), Catalogue(models, ModelRules(reject_unmatched=False))]
+    passing.append(Catalogue(models + ModelSet(rewrites=(rewrite("r", rule("", "base")),))))
+    assert [each.undefined(["v2"], ["mine"]) for each in passing] == [set()] * 3
+
+
 def test_sessions_stick_only_when_asked() -> None:
     models = ModelSet((model("m", "a", "b"),))
     loose, sticky = Catalogue(models), Catalogue(models, ModelRules(sticky_sessions=True))

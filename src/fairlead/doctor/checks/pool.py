@@ -9,7 +9,7 @@ from fairlead.config.registry import Registry
 from fairlead.config.schema import Config
 from fairlead.core.endpoint import ADAPTERS_LABEL, MODEL_LABEL, ROLE_LABEL, ROLES, STAGES, Endpoint
 from fairlead.core.errors import ConfigError
-from fairlead.core.models import Split, Target
+from fairlead.core.models import Catalogue, ModelRules, Split, Target
 from fairlead.doctor.http import Unreached, connects, speaks_http2, speaks_tls
 from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Site, tried
@@ -116,6 +116,13 @@ UNSERVED = Kind(
 )  # fmt: skip
 
 
+UNDEFINED = Kind(
+    "models.undefined", Severity.NOTE, "requests for models that a server lists get 404: only defined names pass",
+    "define the names too, or set models.unmatched: pass; nothing, if clients should not use them",
+    "docs/models.md#undefined-names",
+)  # fmt: skip
+
+
 UNKNOWN_ADAPTERS = Kind(
     "models.unknown-adapters", Severity.WARNING, "the scheduler does not know some adapters of a server",
     f"label its endpoint {ADAPTERS_LABEL}: name,name, or set metrics.modelsInterval above 0. A metrics page shows an "
@@ -213,10 +220,24 @@ async def _unserved(site: Site) -> list[Finding]:
     return [UNSERVED.at(name, f"{name} leads to {target}") for name, target in sorted(missing)]
 
 
+async def _undefined(site: Site) -> list[Finding]:
+    models, _ = check_models(site.config.models)
+    catalogue = Catalogue(models, ModelRules(reject_unmatched=site.config.models.unmatched == "reject"))
+
+    async def hidden(endpoint: Endpoint) -> list[Finding]:
+        served = await site.served(endpoint)
+        base = [name for name, adapter in served.items() if not adapter]
+        names = sorted(catalogue.undefined(base, served.keys() - base))
+        return [UNDEFINED.at(endpoint.id, f"/v1/models lists {', '.join(names[:5])}")] if names else []
+
+    return await site.each(hidden)
+
+
 @check("models", "endpoints serve the models that labels and definitions say", needs=("endpoints",))
 async def models(site: Site) -> list[Finding]:
     labels = await site.each(lambda endpoint: _label(site, endpoint))
-    return [*labels, *await _mixed(site), *await _contexts(site), *await _unserved(site), *await _adapters(site)]
+    names = [*await _unserved(site), *await _undefined(site)]
+    return [*labels, *await _mixed(site), *await _contexts(site), *names, *await _adapters(site)]
 
 
 NOTED = Kind(

@@ -17,7 +17,7 @@ from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import ConfigError
 from fairlead.core.events import EndpointDown, EndpointUp, ModelsChanged, Reconfigured, StopAsked
 from fairlead.core.instructions import AdoptConfiguration, RefuseConfiguration
-from fairlead.core.models import ModelRules, ModelSet
+from fairlead.core.models import Catalogue, ModelRules, ModelSet
 from fairlead.core.scheduling import Scheduling
 from fairlead.pool.models_file import follow_models, listed_models
 from fairlead.pool.scrape import Pace
@@ -78,6 +78,8 @@ class PoolScheduler:
         #: As in `LivePools`: the process itself knows those of its only pool.
         self.refused: list[str] = []
         self._definitions: dict[str, ModelSet] = {}
+        #: Served models that are not defined, and for which definitions and lists that was found out.
+        self._undefined, self._looked = set[str](), (Catalogue(), 0)
         self.core = core = Core(config, loop, tracing, self._adopt, self._refuse, one_of, gateway, begun)
         self.fleet, self.watch, self.pipeline = core.fleet, core.watch, core.pipeline
         self.driver, self.host, self.scraper = core.driver, core.host, core.scraper
@@ -169,6 +171,7 @@ class PoolScheduler:
         self.host.pulse.beat()
         self.watch.look()
         self.troubles.look()
+        self._look_for_undefined()
         self.maker.history.look(asyncio.get_running_loop().time())
 
     def _watch_troubles(self) -> None:
@@ -293,6 +296,20 @@ class PoolScheduler:
         self.watch.on_models(catalogue.known, [*catalogue.conflicts, *overruled])
         counts = {"models": len(models.models), "objectives": len(models.objectives), "rewrites": len(models.rewrites)}
         log.info("loaded the model definitions", **counts)
+
+    def _look_for_undefined(self) -> None:
+        """Log which served models no request may name: the first name that is defined refuses all others."""
+        catalogue, served = self.pipeline.models, self.core.served
+        if self._looked == (catalogue, served.reported):
+            return
+        self._looked = catalogue, served.reported
+        lists = served.lists() if catalogue.strict else ()
+        found = {name for each in lists for name in catalogue.undefined(each.base.names, each.adapters or ())}
+        if new := sorted(found - self._undefined):
+            keep = "define these too, or set models.unmatched: pass"
+            models = ", ".join(new[:_SHOWN]) + (f" and {len(new) - _SHOWN} more" if len(new) > _SHOWN else "")
+            log.warning("requests for served models get 404, because only defined ones pass", models=models, keep=keep)
+        self._undefined = found
 
     # ---- admin pages ----
 
