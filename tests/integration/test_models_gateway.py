@@ -344,6 +344,26 @@ async def test_definitions_change_while_it_runs(tmp_path: Path, caplog: pytest.L
                 assert (await w.post(chat("chat"))).status == 200
 
 
+async def test_a_rewrite_counts_before_the_list_and_the_list_before_other_manifests(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifests = tmp_path / "manifests"
+    manifests.mkdir()
+    (manifests / "models.yaml").write_text(model("gpt-old", ("of-a-model", 1)))
+    (manifests / "rewrites.yaml").write_text(REWRITE)
+    names = {"list": [{"name": "gpt-old", "targets": {"listed": 1}}], "file": str(manifests)}
+    async with world(EMBEDDED, tmp_path, models=names) as w:
+        assert (await w.post(chat("gpt-old"))).status == 200
+        assert w.asked_for() == {"base": 1}
+        told = [record.fields for record in caplog.records if record.getMessage().startswith("a rewrite decides")]
+        assert {"model": "gpt-old", "rewrite": "default/old-names"} in told
+        (manifests / "rewrites.yaml").unlink()
+        async with asyncio.timeout(10):
+            while not w.asked_for()["listed"]:
+                assert (await w.post(chat("gpt-old"))).status == 200
+        assert not w.asked_for()["of-a-model"]
+
+
 async def test_priority_comes_from_criticality_and_objective(tmp_path: Path) -> None:
     async with world(EMBEDDED, tmp_path) as w:
         await w.post(chat("chat"))

@@ -552,7 +552,8 @@ class Models(Section):
     """The meaning of model names. A list is short for `{list: …}`."""
 
     list: tuple[ModelEntry, ...] = Field(
-        default=(), description="Model names that clients send. They take precedence over those of manifests."
+        default=(),
+        description="Model names that clients send. They take precedence over manifests, but not over rewrites.",
     )
     file: Annotated[str, RELATIVE, CHECKED_ELSEWHERE] = Field(
         default="",

@@ -305,9 +305,14 @@ class Catalogue:
         #: Of each rewrite that an older one overrules: the older one by model; empty = requests that no rule names.
         self.overruled: dict[str, dict[str, str]] = {}
         self._names = self._index_models(models.models)
+        #: Names with targets of their own that a rewrite decides nevertheless: the rewrite by name.
+        self.rewritten: dict[str, str] = {}
         self._exact: dict[str, _Rule] = {}
         self._generic: _Rule | None = None
         self._index_rewrites(models)
+        for item in models.models:
+            if (rule := self._exact.get(item.model, self._generic)) and item.targets:
+                self.rewritten[item.model] = rule.origin
         self._objectives: dict[str, InferenceObjective] = {}
         for objective in sorted(models.objectives, key=lambda item: item.origin.age_order):
             self._objectives.setdefault(objective.origin.name, objective)

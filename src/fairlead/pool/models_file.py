@@ -205,7 +205,8 @@ async def follow_models(
 
 
 def listed_models(settings: Models) -> ModelSet:
-    """The models that the configuration defines, as objects older than all others, so that they take precedence."""
+    """The models that the configuration defines, as objects older than all others, so that they take precedence. A
+    rewrite overrides them, as it does every `InferenceModel`."""
     return ModelSet(
         tuple(
             InferenceModel(

@@ -294,6 +294,8 @@ class PoolScheduler:
         self.core.host.understanding.define(catalogue)
         overruled = ((loser, used) for loser, older in catalogue.overruled.items() for used in {*older.values()})
         self.watch.on_models(catalogue.known, [*catalogue.conflicts, *overruled])
+        for name, rewrite in catalogue.rewritten.items():
+            log.warning("a rewrite decides in place of the targets of a name", model=name, rewrite=rewrite)
         counts = {"models": len(models.models), "objectives": len(models.objectives), "rewrites": len(models.rewrites)}
         log.info("loaded the model definitions", **counts)
 
