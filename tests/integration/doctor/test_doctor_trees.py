@@ -307,7 +307,7 @@ async def test_slow_scheduling(world: Any, told: Told, metrics: str, expected: s
 
 def row(name: str, waiting: float, leases: int, running: float = 0.0, model: str = "m") -> Json:
     page: Json = {"id": name, "address": "127.0.0.1:9", "fresh": True, "labels": {"model-id": model}}
-    return {**page, "waiting": waiting, "running": running, "leases": leases}
+    return {**page, "models": [model], "waiting": waiting, "running": running, "leases": leases}
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ async def test_uneven_load(world: Any, told: Told, rows: list[Json], expected: s
 
 def decided(cached: float = 0.0, **counts: int) -> list[Json]:
     """As `/debug/decisions` tells them; `cached` is the share of a prompt that was found where it went."""
-    made: Json = {"prompt_tokens": 1000, "predicted_hit_tokens": 1000 * cached, "model": "m"}
+    made: Json = {"prompt_tokens": 1000, "predicted_hit_tokens": 1000 * cached, "model": "m", "target_model": "m"}
     return [{**made, "endpoint": name} for name, count in counts.items() for _ in range(count)]
 
 
@@ -347,6 +347,10 @@ def decided(cached: float = 0.0, **counts: int) -> list[Json]:
         ([row("a", 0, 0), {**row("b", 0, 0), "fresh": False}], decided(a=40), set()),
         ([row("a", 0, 0), row("b", 0, 0, model="other")], decided(a=40), set()),
         ([row("a", 0, 0), {**row("b", 0, 0), "step_factor": 3.0}], decided(a=40), {"balance.unlike-speeds"}),
+        # A server of one model, of which few requests ask for it; and a server of both that gets none.
+        ([{**row("a", 0, 0), "models": ["m", "n"]}, {**row("b", 0, 0), "models": ["n"]}], decided(a=40), set()),
+        ([row("a", 0, 0), {**row("b", 0, 0), "models": ["m", "n"]}], decided(a=40), {"balance.starved"}),
+        ([row("a", 0, 0), {**row("b", 0, 0), "models": []}], decided(a=40), {"balance.starved"}),
     ],
 )
 async def test_an_endpoint_that_gets_nothing(

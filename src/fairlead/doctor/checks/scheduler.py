@@ -8,7 +8,7 @@ from statistics import median
 
 from msgspec import Struct, ValidationError, convert
 
-from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL
+from fairlead.core.endpoint import ROLE_LABEL
 from fairlead.doctor.http import Unreached
 from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Row, Site, tried
@@ -284,8 +284,20 @@ _LAST, _CACHED = 200, 0.3
 _OF_ONE = ("pod", "host", "index", "zone", "topology", "name")
 
 
-def _group(row: Row) -> tuple[str, str, str]:
-    return row.pool, row.labels.get(MODEL_LABEL, ""), row.labels.get(ROLE_LABEL, "")
+def _group(row: Row) -> tuple[str, str]:
+    return row.pool, row.labels.get(ROLE_LABEL, "")
+
+
+def _serves(row: Row, model: str | None) -> bool:
+    """Whether requests for a model may go there, as far as the scheduler knows its models."""
+    return not (model and row.models) or model in row.models or model in row.adapters
+
+
+def _peers(row: Row, rows: list[Row]) -> list[Row]:
+    """The others that could have been chosen in its place."""
+    names = {*row.models, *row.adapters}
+    others = (peer for peer in rows if peer is not row and _group(peer) == _group(row))
+    return [peer for peer in others if not names or any(_serves(peer, name) for name in names)]
 
 
 def _looks(row: Row) -> Hashable:
@@ -315,6 +327,7 @@ def _unlike(rows: list[Row]) -> list[Finding]:
 
 class _Decision(Struct):
     endpoint: str | None = None
+    target_model: str | None = None
     prompt_tokens: int = 0
     predicted_hit_tokens: float = 0.0
 
@@ -331,11 +344,15 @@ async def _starved(site: Site, rows: list[Row]) -> list[Finding]:
         return []
     free = [made for made in page.decisions if made.predicted_hit_tokens < _CACHED * made.prompt_tokens]
     taken = Counter(made.endpoint for made in free)
+    by_model = Counter((made.endpoint, made.target_model) for made in free)
     findings = []
     for row in rows:
-        peers = [peer for peer in rows if peer is not row and _group(peer) == _group(row)]
-        requests = taken[row.id] + sum(taken[peer.id] for peer in peers)
-        share = requests / (1 + len(peers))
+        peers = _peers(row, rows)
+        requests, share = 0, 0.0
+        for model in {made.target_model for made in free if _serves(row, made.target_model)}:
+            able = [each.id for each in (row, *peers) if _serves(each, model)]
+            asked = sum(by_model[name, model] for name in able)
+            requests, share = requests + asked, share + asked / len(able)
         if not peers or share < _SHARE or taken[row.id] >= _STARVED * share or row.suspicion != "well":
             continue
         busier = row.load > median(peer.load for peer in peers)
@@ -352,8 +369,7 @@ async def balance(site: Site) -> list[Finding]:
     rows = [row for row in await site.rows() if row.fresh]
     findings = []
     for row in rows:
-        # Only endpoints that could have been chosen instead are compared.
-        peer_loads = [peer.load for peer in rows if peer is not row and _group(peer) == _group(row)]
+        peer_loads = [peer.load for peer in _peers(row, rows)]
         waiting, usual = row.waiting or 0.0, median(peer_loads) if peer_loads else 0.0
         if peer_loads and waiting > _MANY_WAITING and row.load > _TIMES * max(usual, 1.0):
             findings.append(SKEW.at(row.id, f"{waiting:g} wait there; the median of the others is {usual:g}"))

@@ -37,6 +37,8 @@ class EndpointStatus(Struct, frozen=True, kw_only=True):
     #: Our own requests in flight, and their prompt tokens that are not prefilled yet.
     leases: int = 0
     pending_tokens: float = 0
+    #: The names of its base model: the label's, else those that it lists; empty = not known.
+    models: Sequence[str] = ()
     adapters: Sequence[str] = ()
     #: As the engine reported: tokens per KV block, blocks, prompt tokens looked up in its cache, and those found there.
     block_size: int | None = None

@@ -468,6 +468,7 @@ class Watch:
                     kv_usage=sample.kv_usage if sample else None,
                     leases=int(leases[slot]),
                     pending_tokens=pending[slot],
+                    models=sorted(table.base_names(slot, endpoint)),
                     adapters=sorted(
                         filter(None, (table.adapters[slot] or frozenset()) | (table.listed[slot] or frozenset()))
                     ),
