@@ -13,7 +13,7 @@ def request(number: int, target: str = "", **more: Any) -> Request:
 
 
 def page(metrics: SchedulerMetrics) -> str:
-    return metrics.render().decode()
+    return metrics.registry.render().decode()
 
 
 def test_a_split() -> None:
