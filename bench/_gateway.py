@@ -1,4 +1,4 @@
-"""One Envoy with a listener per side, so that what is compared shares the gateway process, and CPU accounting."""
+"""One Envoy with a listener per side, so that what is compared shares the gateway process."""
 
 import contextlib
 import json
@@ -39,16 +39,6 @@ class Side(Struct, frozen=True):
     src: str = ""
 
 
-class Usage(Struct, frozen=True):
-    """What a process has used up so far."""
-
-    cpu_s: float
-    wakeups: int
-
-    def __sub__(self, other: "Usage") -> "Usage":
-        return Usage(self.cpu_s - other.cpu_s, self.wakeups - other.wakeups)
-
-
 def free_ports(count: int) -> list[int]:
     """Ports of 127.0.0.1 that nobody listens on now; all different. They lie below 32,768, where the kernel takes those
     of connections from, and below those of tests (`tests/support/ports.py`)."""
@@ -82,30 +72,6 @@ def checked_out(revision: str) -> Iterator[Path]:
             yield place
         finally:
             subprocess.run([*worktree, "remove", "--force", str(place)], check=True, capture_output=True)
-
-
-def resident_mb(pid: int) -> float:
-    """Memory of a process, in megabytes: what it shares with others counts in full."""
-    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    return int(text.split("Rss:")[1].split()[0]) / 1024
-
-
-def children(pid: int) -> list[int]:
-    """Of all its threads: a scheduler that is started again is the child of another one than the first."""
-    lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    return [int(child) for text in lists for child in text.split()]
-
-
-def usage(pid: int) -> Usage:
-    """CPU seconds (scheduler's nanosecond accounting) and voluntary context switches of all threads."""
-    cpu = wakeups = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):  # a thread may end while we look
-            cpu += int((task / "schedstat").read_text().split()[0])
-            for line in (task / "status").read_text().splitlines():
-                if line.startswith("voluntary_ctxt_switches"):
-                    wakeups += int(line.split()[1])
-    return Usage(cpu / 1e9, wakeups)
 
 
 def bootstrap(sides: list[Side], endpoints: list[str]) -> dict[str, Any]:

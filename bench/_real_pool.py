@@ -19,6 +19,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from _gateway import free_ports
+from _process import children, cpu_s
 
 ENGINES = ("vllm", "transformers")
 MODEL, ADAPTERS = "tiny", ("adapter-a", "adapter-b")
@@ -263,7 +264,11 @@ def set_group_nice(pid: int, nice: int) -> None:
 
 def family_cpu_s(pid: int) -> float:
     """CPU seconds of a process and all below it."""
-    return sum(map(_cpu_s, _family(pid)))
+    spent = 0.0
+    for one in _family(pid):
+        with contextlib.suppress(OSError):
+            spent += cpu_s(one)
+    return spent
 
 
 def _engine_cores(pid: int) -> list[int]:
@@ -274,9 +279,8 @@ def _family(pid: int) -> list[int]:
     """A process and all below it."""
     found = [pid]
     for one in found:
-        for path in Path(f"/proc/{one}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                found += map(int, path.read_text().split())
+        with contextlib.suppress(OSError):
+            found += children(one)
     return found
 
 
@@ -284,8 +288,3 @@ def _read(pid: int, name: str) -> bytes:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/{name}").read_bytes()
     return b""
-
-
-def _cpu_s(pid: int) -> float:
-    fields = _read(pid, "stat").rpartition(b")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0

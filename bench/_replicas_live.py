@@ -20,7 +20,7 @@ import aiohttp
 from msgspec import Struct, structs
 from valkey.asyncio import Valkey
 
-from _gateway import children, usage
+from _process import children, usage
 from fairlead.gateway.envoy.admin import EnvoyAdmin
 from fairlead.gateway.memory import raise_file_limit
 from fairlead.gateway.ports import obstacle

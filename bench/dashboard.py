@@ -25,8 +25,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from _gateway import Processes, Side, free_ports, usage
+from _gateway import Processes, Side, free_ports
 from _output import tell
+from _process import usage
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fleet import Fleet
 from fairlead.core.records import DecisionRecord

@@ -30,8 +30,9 @@ from msgspec import structs
 from rich.console import Console
 from rich.table import Table
 
-from _gateway import Processes, Side, Usage, checked_out, environment, free_ports, resident_mb, usage, wait_for
+from _gateway import Processes, Side, checked_out, environment, free_ports, wait_for
 from _output import tell
+from _process import Usage, children, rss, usage
 from fairlead.lab.load import report
 from fairlead.lab.load.process import run_in_process
 from fairlead.lab.load.spec import Options, RunSpec
@@ -189,10 +190,9 @@ def memory(src: str) -> dict[str, float]:
         try:
             wait_for(f"http://127.0.0.1:{SIDES[1].admin}/readyz", lambda: None)
             time.sleep(2.0)  # what a start leaves behind is given back
-            children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-            words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in map(int, children)}
+            words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in children(parent.pid)}
             schedulers = [pid for pid, line in words.items() if b"serve" in line]
-            return {"parent_mb": resident_mb(parent.pid), "scheduler_mb": sum(map(resident_mb, schedulers))}
+            return {"parent_mb": rss(parent.pid) / 2**20, "scheduler_mb": sum(map(rss, schedulers)) / 2**20}
         finally:
             parent.terminate()
             parent.wait(40)

@@ -14,7 +14,6 @@ import asyncio
 import json
 import multiprocessing
 import random
-import resource
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -88,11 +87,6 @@ def serve(control: Connection, size: int) -> None:
     asyncio.run(main())
 
 
-def cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
 async def measure(control: Connection, port: int, args: argparse.Namespace) -> dict[str, float]:
     """Scrape idly for `args.seconds`, then make one endpoint after the other busy."""
     loop = asyncio.get_running_loop()
@@ -112,10 +106,10 @@ async def measure(control: Connection, port: int, args: argparse.Namespace) -> d
         url = f"http://127.0.0.1:{port}/metrics/{number}"
         scraper.up(Endpoint(str(number), f"127.0.0.1:{port}", metrics_url=url))
     await asyncio.sleep(1.5)
-    cpu, began, pages = cpu_seconds(), time.perf_counter(), scraper.stats.ok
+    cpu, began, pages = time.process_time(), time.perf_counter(), scraper.stats.ok
     await asyncio.sleep(args.seconds)
     elapsed = time.perf_counter() - began
-    cores, rate = (cpu_seconds() - cpu) / elapsed, (scraper.stats.ok - pages) / elapsed
+    cores, rate = (time.process_time() - cpu) / elapsed, (scraper.stats.ok - pages) / elapsed
 
     seen = await busy_trials(control, running, news, args)
     await scraper.close()

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import gc
 import multiprocessing
-import os
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -22,6 +21,7 @@ from random import Random
 from typing import Any
 
 from _output import tell
+from _process import rss
 
 RESYNC_CPU_S = 0.3
 MEMORY_MB = 100.0
@@ -90,13 +90,13 @@ def serve(pipe: Connection, count: int) -> None:
 
 
 async def measure(pipe: Connection, url: str, count: int) -> dict[str, Any]:
-    base = memory_mb()
+    base = rss()
     from fairlead.pool.kube.auth import Access, FixedSecret, Secret, Where
     from fairlead.pool.kube.client import KubeClient
     from fairlead.pool.kube.objects import GROUP, Pool
     from fairlead.pool.kube.pods import PoolEndpoints
 
-    imported = memory_mb()
+    imported = rss()
     events: list[object] = []
     client = KubeClient(Access(Where(url), FixedSecret(Secret())))
     pods = PoolEndpoints(client, Pool("default", "llama", {}, ()), GROUP, events.append, Random(1))
@@ -115,7 +115,7 @@ async def measure(pipe: Connection, url: str, count: int) -> dict[str, Any]:
         assert not events, f"resync {turn} moved endpoints"
     waits = [await change(pipe, events, ready) for ready in (False, True) * _TIMES]
     gc.collect()
-    used = memory_mb()
+    used = rss()
     started, began = time.process_time(), time.monotonic()
     await asyncio.sleep(3)
     share = (time.process_time() - started) / (time.monotonic() - began)
@@ -130,10 +130,10 @@ async def measure(pipe: Connection, url: str, count: int) -> dict[str, Any]:
         "resync_cpu_s": min(resyncs),
         "resync_worst_cpu_s": max(resyncs),
         "change_ms": sorted(waits)[len(waits) // 2] * 1000,
-        "memory_mb": used - base,
-        "code_mb": imported - base,
+        "memory_mb": (used - base) / 1e6,
+        "code_mb": (imported - base) / 1e6,
         "steady_cores": share,
-        "kept": min(resyncs) <= RESYNC_CPU_S * scale and used - base <= MEMORY_MB * scale,
+        "kept": min(resyncs) <= RESYNC_CPU_S * scale and (used - base) / 1e6 <= MEMORY_MB * scale,
     }
 
 
@@ -169,12 +169,6 @@ async def until(condition: Any) -> None:
 def command(pipe: Connection, what: object) -> None:
     pipe.send(what)
     pipe.recv()
-
-
-def memory_mb() -> float:
-    """Resident, now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import zmq
 
+from _process import rss
 from fairlead.core.kv.events import BlocksRemoved, BlocksStored, KvEvent, apply
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.keys import prompt_keys
@@ -46,11 +47,6 @@ PREFILL, DECODES = 32, 4
 #: Tokens of a long prompt.
 LONG = 100_000
 ROUNDS = 7
-
-
-def rss() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
 
 
 def tokens(rng: random.Random, blocks: int) -> bytes:

@@ -13,7 +13,6 @@ JSON: {"pools", "pods", "start_s", "idle_cores", "rss_mb", "one_pool_rss_mb", "s
 import argparse
 import asyncio
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from urllib.request import urlopen
 
 from _gateway import free_ports
 from _output import tell
+from _process import cpu_s, rss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
@@ -113,12 +113,7 @@ class Scheduler:
         return len(json.loads(page)["endpoints"]) == count if page else False
 
     def rss_mb(self) -> float:
-        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
-
-    def cpu_s(self) -> float:
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return rss(self.process.pid) / 1e6
 
     def end(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -161,10 +156,10 @@ async def measure(pools: int, pods: int, directory: Path) -> dict[str, Any]:
         last = f"team-p{pools - 1}/p{pools - 1}"
         start_s = await until(lambda: scheduler.lists(last, pods))
         await asyncio.sleep(_SETTLE_S)
-        cpu, began = scheduler.cpu_s(), time.monotonic()
+        cpu, began = cpu_s(scheduler.process.pid), time.monotonic()
         await asyncio.sleep(_IDLE_S)
-        idle = (scheduler.cpu_s() - cpu) / (time.monotonic() - began)
-        rss = scheduler.rss_mb()
+        idle = (cpu_s(scheduler.process.pid) - cpu) / (time.monotonic() - began)
+        used = scheduler.rss_mb()
         served = []
         for number in range(pools, pools + _NEW):
             put(number)
@@ -190,12 +185,12 @@ async def measure(pools: int, pods: int, directory: Path) -> dict[str, Any]:
         "pods": pods,
         "start_s": start_s,
         "idle_cores": idle,
-        "rss_mb": rss,
+        "rss_mb": used,
         "one_pool_rss_mb": one_rss,
         "served_ms": sorted(served)[len(served) // 2] * 1e3,
         "served_worst_ms": worst * 1e3,
         "freed_mb": freed,
-        "kept": idle <= IDLE_CORES and rss <= RSS_MB and worst <= SERVED_S,
+        "kept": idle <= IDLE_CORES and used <= RSS_MB and worst <= SERVED_S,
     }
 
 

@@ -15,7 +15,6 @@ ROW has `routed`, `p50_ms` … `p999_ms`, CPU microseconds per request `here_us`
 import argparse
 import asyncio
 import gc
-import os
 import re
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from _output import tell
+from _process import cpu_s
 from fairlead.config.schema import SchedulerSettings
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.events import EndpointUp, FirstTokenSeen, MetricsSampled, RequestArrived, ResponseEnded
@@ -136,12 +136,6 @@ class Rig:
         self.driver.close()
 
 
-def cpu_seconds(pid: int) -> float:
-    with open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def start_scheduler() -> tuple[subprocess.Popen[str], str]:
     command = [sys.executable, "-m", "fairlead", "scheduler", "serve", "cost-model", "--listen", "127.0.0.1:0"]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -154,10 +148,10 @@ def start_scheduler() -> tuple[subprocess.Popen[str], str]:
 async def measure(options: argparse.Namespace, rate: float, remote: str, pid: int) -> dict[str, float]:
     rig = Rig(options.endpoints, remote, options.budget)
     gc.collect()
-    before, theirs = process_time(), cpu_seconds(pid) if pid else 0.0
+    before, theirs = process_time(), cpu_s(pid) if pid else 0.0
     await rig.run(rate, options.seconds)
     cpu = process_time() - before
-    other = cpu_seconds(pid) - theirs if pid else 0.0
+    other = cpu_s(pid) - theirs if pid else 0.0
     took = np.array(rig.took) * 1e3
     await rig.close()
     return {

@@ -20,8 +20,9 @@ from typing import Any
 
 from msgspec import structs
 
-from _gateway import Processes, Side, free_ports, usage
+from _gateway import Processes, Side, free_ports
 from _output import tell
+from _process import usage
 from fairlead.lab.load import report
 from fairlead.lab.load.process import run_in_process
 from fairlead.lab.load.spec import Options, RunSpec

@@ -30,8 +30,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _gateway import checked_out, children, environment, free_ports, resident_mb
+from _gateway import checked_out, environment, free_ports
 from _output import tell
+from _process import children, cpu_s, rss
 
 HERE = Path(__file__).parents[1]
 GATEWAY, ADMIN, EXT_PROC, ALS = free_ports(4)
@@ -64,11 +65,6 @@ def is_envoy(pid: int) -> bool:
     return "envoy" in Path(f"/proc/{pid}/comm").read_text()
 
 
-def cpu_ms(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") * 1e3
-
-
 def first_answer(process: "subprocess.Popen[bytes]", begin: float) -> float:
     """Milliseconds since `begin`."""
     while time.perf_counter() - begin < PATIENCE_S:
@@ -91,16 +87,16 @@ def start(place: Path, config: Path) -> dict[str, float]:
         try:
             took = first_answer(process, begin)
             schedulers = [child for child in children(process.pid) if not is_envoy(child)]
-            cpu = cpu_ms(process.pid) + sum(map(cpu_ms, schedulers))
+            cpu_ms = (cpu_s(process.pid) + sum(map(cpu_s, schedulers))) * 1e3
             time.sleep(SETTLED_S)
             if [child for child in children(process.pid) if not is_envoy(child)] != schedulers or not schedulers:
                 log.seek(0)
                 raise SystemExit(f"the scheduler of {place} ended:\n{log.read().decode()[-2000:]}")
             return {
                 "first_200_ms": took,
-                "cpu_ms": cpu,
-                "parent_mb": resident_mb(process.pid),
-                "scheduler_mb": resident_mb(schedulers[0]),
+                "cpu_ms": cpu_ms,
+                "parent_mb": rss(process.pid) / 2**20,
+                "scheduler_mb": rss(schedulers[0]) / 2**20,
             }
         finally:
             process.terminate()

@@ -25,6 +25,7 @@ from random import Random
 from typing import Any
 
 from _output import tell
+from _process import rss
 from fairlead.compat.load import load
 from fairlead.config.building import build_pipeline
 from fairlead.core.clock import VirtualClock
@@ -77,21 +78,16 @@ def turns(steps: Iterable[Any]) -> tuple[float, float]:
         total, longest = total + took, max(longest, took)
 
 
-def resident_mb() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096 / 1e6
-
-
 def once(pipeline: Pipeline, count: int, path: Path) -> dict[str, float]:
     cut = ChainHasher()
-    before = resident_mb()
+    before = rss()
     encoded = [encode(Head(VERSION, time.time(), cut.finest, cut.growth))]
     parts = taken(pipeline.fleet, pipeline.tokens, 0.0, MOST)
     snapshot_ms, longest_ms = turns(encoded.append(encode(part)) or part for part in parts)  # type: ignore[func-returns-value]
     started = time.perf_counter()
     size = write_whole(path, (MAGIC, *(block(content, pack=False) for content in encoded)))
     write_ms = (time.perf_counter() - started) * 1e3
-    grown_mb = resident_mb() - before
+    grown_mb = (rss() - before) / 1e6
     del encoded
     started = time.perf_counter()
     stored = read_state(path, cut, 1 << 30)
