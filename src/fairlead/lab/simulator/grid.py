@@ -14,7 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from hashlib import sha256
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from math import exp, log
 from multiprocessing import active_children, get_context, resource_tracker
@@ -31,7 +31,7 @@ import fairlead
 from fairlead.config.registry import GROUP
 from fairlead.core.errors import FairleadError
 from fairlead.lab.simulator.build import ScenarioSpec, build, is_generated
-from fairlead.lab.simulator.run import modules_beside, simulate
+from fairlead.lab.simulator.run import modules_beside, python_files, simulate
 from fairlead.lab.simulator.world import unknowing
 
 
@@ -86,15 +86,23 @@ def version() -> str:
     return digest.hexdigest()[:16]
 
 
-def _plugin_files() -> Iterator[Path]:
-    """The modules of installed plugins. Nothing is imported."""
-    for name in sorted({point.module.partition(".")[0] for point in entry_points(group=GROUP)}):
-        spec = find_spec(name)
-        folders = spec.submodule_search_locations if spec else None
-        if folders:
-            yield from sorted(path for folder in folders for path in Path(folder).rglob("*.py"))
-        elif spec and spec.has_location:
-            yield Path(spec.origin or "")
+def _plugin_files() -> list[Path]:
+    """The modules of the distributions that have plugins. Nothing is imported."""
+    return sorted({path.resolve() for point in entry_points(group=GROUP) for path in _files_of(point)})
+
+
+def _files_of(point: EntryPoint) -> Iterator[Path]:
+    """The modules of a plugin's distribution. If that does not list the plugin's own, as where its sources are
+    installed in place, those beside it."""
+    listed = (point.dist.files or ()) if point.dist else ()
+    files = {Path(path.locate()).resolve() for path in listed if path.suffix == ".py"}
+    yield from (path for path in files if path.is_file())
+    spec = find_spec(point.module.partition(".")[0])
+    own = [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []
+    for folder in own:
+        yield from folder.rglob("*.py")
+    if spec is not None and spec.origin and spec.has_location and Path(spec.origin).resolve() not in files:
+        yield from python_files(Path(spec.origin).parent.parent if own else Path(spec.origin).parent)
 
 
 def run_cell(cell: Cell, key: str = "") -> CellResult:

@@ -76,14 +76,15 @@ def modules_beside(text: str) -> list[Path]:
     if not text.startswith(_MARK):
         return []
     path = Path(text.partition("\n")[0].removeprefix(_MARK))
-    return [module for module in _python_files(path.parent) if module != path]
+    return [module for module in python_files(path.parent) if module != path]
 
 
-def _python_files(folder: Path) -> Iterator[Path]:
+def python_files(folder: Path) -> Iterator[Path]:
+    """The Python files of a directory and of its packages, as in `modules_beside`."""
     yield from folder.glob("*.py")
     for package in {file.parent for file in folder.glob("*/*.py")}:
         if package.name.isidentifier() and not package.is_symlink():  # which may lead back
-            yield from _python_files(package)
+            yield from python_files(package)
 
 
 class _Beside(MetaPathFinder):

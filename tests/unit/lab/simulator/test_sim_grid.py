@@ -129,6 +129,25 @@ def test_installed_policies_are_named_and_their_code_counts(plugin):
     assert grid.version() != before
 
 
+@pytest.mark.parametrize("listed", [True, False])
+def test_the_code_of_all_modules_of_an_installed_policy_counts(listed, plugin):
+    """Those that its distribution lists. Where it lists none, as in a directory of sources, those beside it."""
+    (helper := plugin.parent / "fl_grid_helper.py").write_text("WEIGHT = 1\n")
+    (inner := plugin.parent / "fl_grid_more").mkdir()
+    (inner / "__init__.py").write_text("")
+    (stranger := plugin.parent / "stranger.py").write_text("")
+    if listed:
+        files = (plugin.name, helper.name, "fl_grid_more/__init__.py", "fl_grid-1.0.dist-info/METADATA", "gone.py")
+        (plugin.parent / "fl_grid-1.0.dist-info" / "RECORD").write_text("".join(f"{name},,\n" for name in files))
+    seen = {grid.version()}
+    for path in (helper, inner / "__init__.py"):
+        path.write_text("WEIGHT = 2\n")
+        seen.add(grid.version())
+    assert len(seen) == 3
+    stranger.write_text("# changed\n")
+    assert (grid.version() in seen) == listed
+
+
 def test_reused_results_are_said_to_be(tmp_path, capsys):
     said = []
     for fresh in (False, False, True):
