@@ -70,14 +70,15 @@ def _candidates(console: Console, explanation: dict[str, Any], top: int) -> None
     otherwise an endpoint's terms are listed below each other."""
     from msgspec import convert
 
-    from fairlead.core.explain import Candidate
+    from fairlead.core.explain import Candidate, digits_of
 
     candidates = convert(explanation["candidates"], list[Candidate])
     costs = explanation["unit"] == "ms"
     _say(console, *explanation["why"])
-    table = _wide(candidates[:top], costs)
+    digits = digits_of(candidates)
+    table = _wide(candidates[:top], costs, digits)
     if console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum > console.width:
-        table = _narrow(candidates[:top], costs)
+        table = _narrow(candidates[:top], costs, digits)
     console.print(table)
     if len(candidates) > top:
         _say(console, f"and {len(candidates) - top} more endpoints (--top)")
@@ -99,36 +100,43 @@ def _table(costs: bool, *further: str) -> Table:
     return table
 
 
-def _row(table: Table, candidate: "Candidate", costs: bool, *further: str) -> None:
+def _row(table: Table, candidate: "Candidate", costs: bool, digits: int, *further: str) -> None:
     table.add_row(
         Text(("* " if candidate.chosen else "  ") + candidate.endpoint),
-        "–" if candidate.total is None else f"{-candidate.total if costs else candidate.total:z,.1f}",
-        "" if candidate.behind is None else f"{candidate.behind:z,.1f}",
+        "–" if candidate.total is None else f"{-candidate.total if costs else candidate.total:z,.{digits}f}",
+        "" if candidate.behind is None else f"{candidate.behind:z,.{digits}f}",
         *map(Text, further),
         style="bold" if candidate.chosen else "dim" if candidate.removed_by else None,
     )
 
 
-def _wide(candidates: "Sequence[Candidate]", costs: bool) -> Table:
+def _wide(candidates: "Sequence[Candidate]", costs: bool, digits: int) -> Table:
     names = list(candidates[0].terms) if candidates else []
     names = [] if names == ["cost"] else names  # the total says it
     table = _table(costs, *names, "cached", "queued", "running", "KV", "needed to tie")
     for candidate in candidates:
         sign = -1.0 if costs else 1.0
-        terms = [f"{sign * candidate.terms[name]:z,.1f}" if name in candidate.terms else "–" for name in names]
-        _row(table, candidate, costs, *terms, *_state(candidate), _tie(candidate))
+        terms = [f"{sign * candidate.terms[name]:z,.{digits}f}" if name in candidate.terms else "–" for name in names]
+        _row(table, candidate, costs, digits, *terms, *_state(candidate), _tie(candidate))
     return table
 
 
-def _narrow(candidates: "Sequence[Candidate]", costs: bool) -> Table:
-    table = _table(costs, "made up of")
+def _narrow(candidates: "Sequence[Candidate]", costs: bool, digits: int) -> Table:
+    table, least = _table(costs, "made up of"), 0.5 * 10**-digits
     for candidate in candidates:
         terms = sorted(candidate.terms.items(), key=lambda term: -abs(term[1]))
-        parts = ", ".join(f"{name} {-value if costs else value:,.1f}" for name, value in terms if abs(value) >= 0.05)
+        shown = ((name, -value if costs else value) for name, value in terms if abs(value) >= least)
+        parts = ", ".join(f"{name} {value:,.{digits}f}" for name, value in shown)
         cached, queued, running, kv = _state(candidate)
         tie = _tie(candidate)
         needed = f"\nto tie: {tie}" if tie and not candidate.removed_by else f"\n{tie}" if tie else ""
-        _row(table, candidate, costs, f"{parts}\n{cached} cached, {queued} queued, {running} running, KV {kv}{needed}")
+        _row(
+            table,
+            candidate,
+            costs,
+            digits,
+            f"{parts}\n{cached} cached, {queued} queued, {running} running, KV {kv}{needed}",
+        )
     return table
 
 

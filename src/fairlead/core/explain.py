@@ -14,7 +14,7 @@ Rules
 """
 
 from collections.abc import Callable, Sequence
-from math import isfinite
+from math import ceil, isfinite, log10
 from random import Random
 from typing import Any
 
@@ -40,6 +40,8 @@ _ANSWERS = ("chatcmpl-", "cmpl-", "resp_", "msg_", "embd-", "pool-", "score-", "
 #: Share of the total within which the default policy may have treated endpoints as equal: its `nearTie` and a margin.
 _NEAR = 0.12
 
+#: Decimals of the smallest numbers that are shown.
+_MOST_DIGITS = 9
 #: A total beyond this, in either direction, stands for an infinite cost: chosen only if all costs are infinite.
 _INFINITE = 1e99
 
@@ -91,6 +93,14 @@ class Explanation(Struct, frozen=True, kw_only=True):
     split: SplitCosts | None = None
 
 
+def digits_of(candidates: Sequence[Candidate]) -> int:
+    """Decimals for totals and terms: one, or as many as give the total of the first three significant digits, because
+    costs and scores may be in any unit. If that is 0, the least distance to it counts."""
+    first = candidates[0].total if candidates else None
+    size = abs(first or 0.0) or min((abs(c.behind) for c in candidates if c.behind), default=1.0)
+    return min(max(3 - ceil(log10(size)), 1), _MOST_DIGITS)
+
+
 # The choice in words.
 
 
@@ -107,7 +117,8 @@ def why(candidates: Sequence[Candidate], unit: str, prefill: str = "") -> list[s
     held_most = max(unchosen, key=lambda candidate: candidate.cached_tokens, default=None)
     if held_most is not None and held_most.cached_tokens > chosen.cached_tokens and held_most not in rivals:
         rivals.append(held_most)
-    lines = [_against(chosen, rival, unit, prefill) for rival in rivals]
+    digits = digits_of(candidates)
+    lines = [_against(chosen, rival, unit, digits, prefill) for rival in rivals]
     if chosen.terms.get("reuse", 0.0) > 0.0:
         lines.append(f"{chosen.endpoint} has far fewer requests than the holders; later requests will use its copy too")
     lines += [f"{c.endpoint} made no progress for too long ({c.hung})" for c in candidates if c.hung]
@@ -128,16 +139,16 @@ def _gone(candidate: Candidate) -> bool:
     return bool(candidate.removed_by) and candidate.removed_by != (FLOW_CONTROL,)
 
 
-def _against(chosen: Candidate, rival: Candidate, unit: str, prefill: str) -> str:
+def _against(chosen: Candidate, rival: Candidate, unit: str, digits: int, prefill: str) -> str:
     if _gone(rival):
         held = f" although it holds {rival.cached_tokens - chosen.cached_tokens:,} more cached tokens"
         return f"{rival.endpoint} was filtered out by {', '.join(rival.removed_by)}{held}"
     ahead = rival.behind is not None and rival.behind < 0
     verb, comparative = ("costs", ("more", "less")) if unit == "ms" else ("scores", ("less", "more"))
-    text = f"{rival.endpoint} {verb} {abs(rival.behind or 0.0):,.1f} {unit} {comparative[ahead]}"
+    text = f"{rival.endpoint} {verb} {abs(rival.behind or 0.0):,.{digits}f} {unit} {comparative[ahead]}"
     more = rival.cached_tokens - chosen.cached_tokens
     text += f" {'and' if ahead else 'although it'} holds {more:,} more cached tokens" if more > 0 else ""
-    text += f": {detail}" if (detail := _differences(chosen, rival, unit, ahead)) else ""
+    text += f": {detail}" if (detail := _differences(chosen, rival, unit, digits, ahead)) else ""
     if ahead:
         return f"{text}. It was not chosen because {_passed_over(chosen, rival, prefill)}"
     tie = needed_to_tie(rival)
@@ -156,20 +167,20 @@ def _passed_over(chosen: Candidate, rival: Candidate, prefill: str) -> str:
     return "the policy chose at random, or to keep a latency objective"
 
 
-def _differences(chosen: Candidate, rival: Candidate, unit: str, ahead: bool) -> str:
+def _differences(chosen: Candidate, rival: Candidate, unit: str, digits: int, ahead: bool) -> str:
     """Return the differences by term, as they change the rival's cost or score (`loading +10.0`). Terms that agree with
     the choice come first."""
-    gains = _largest({name: value - rival.terms.get(name, 0.0) for name, value in chosen.terms.items()})
+    gains = _largest({name: value - rival.terms.get(name, 0.0) for name, value in chosen.terms.items()}, digits)
     sign = 1.0 if unit == "ms" else -1.0
-    agree = [f"{name} {signed(sign * gain)}" for name, gain in gains if (gain < 0) is ahead]
-    differ = [f"{name} {signed(sign * gain)}" for name, gain in gains if (gain < 0) is not ahead]
+    agree = [f"{name} {signed(sign * gain, digits)}" for name, gain in gains if (gain < 0) is ahead]
+    differ = [f"{name} {signed(sign * gain, digits)}" for name, gain in gains if (gain < 0) is not ahead]
     if agree and differ:
         differ[0] = f"{'less' if unit == 'ms' and not ahead else 'but'} {differ[0]}"
     return ", ".join(agree + differ)
 
 
-def signed(value: float) -> str:
-    return f"{value:+,.1f}".replace("-", "\N{MINUS SIGN}")
+def signed(value: float, digits: int) -> str:
+    return f"{value:+,.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
 def needed_to_tie(candidate: Candidate) -> str:
@@ -217,10 +228,10 @@ def why_split(split: SplitCosts, endpoint: str) -> str:
     return text + ("; only this way was expected to keep the latency objective" if split.by_objective else "")
 
 
-def _largest(gains: dict[str, float]) -> list[tuple[str, float]]:
-    return sorted(
-        ((name, gain) for name, gain in gains.items() if abs(gain) >= 0.05), key=lambda gain_of: -abs(gain_of[1])
-    )
+def _largest(gains: dict[str, float], digits: int) -> list[tuple[str, float]]:
+    """The differences that are not shown as 0, the largest first."""
+    shown = ((name, gain) for name, gain in gains.items() if abs(gain) >= 0.5 * 10**-digits)
+    return sorted(shown, key=lambda gain_of: -abs(gain_of[1]))
 
 
 #: Steps of a bisection: enough to find the token in a prompt of 100,000 tokens.

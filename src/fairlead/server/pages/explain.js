@@ -1,6 +1,6 @@
 // The dialog of one decision in full, which is fetched from the scheduler when the user opens it.
 
-import { count, decimal, DASH, milliseconds, percent } from "./format.js";
+import { count, decimal, DASH, milliseconds, MOST_DIGITS, percent } from "./format.js";
 import { $, make, setName } from "./dom.js";
 import { ask } from "./search.js";
 
@@ -76,6 +76,7 @@ function facts(found) {
 function candidates(explanation) {
   const costs = explanation.unit === "ms";
   const sign = costs ? -1 : 1;
+  const digits = digitsOf(explanation.candidates);
   const names = Object.keys(explanation.candidates[0]?.terms ?? {});
   const terms = names.length === 1 && names[0] === "cost" ? [] : names; // the total says it
   const unit = costs ? "ms" : "points";
@@ -84,14 +85,20 @@ function candidates(explanation) {
   const rows = explanation.candidates.slice(0, SHOWN).map((one) => row(one.chosen ? "chosen" : one.removed_by.length ? "removed" : "", [
     (one.chosen ? "● " : "") + one.endpoint,
     count(one.cached_tokens), count(one.queued_tokens), count(one.running_requests), percent(one.kv_usage),
-    ...terms.map((term) => decimal(sign * (one.terms[term] ?? 0))),
-    one.total === null ? DASH : decimal(sign * one.total),
-    one.behind === null ? DASH : decimal(one.behind),
+    ...terms.map((term) => decimal(sign * (one.terms[term] ?? 0), digits)),
+    one.total === null ? DASH : decimal(sign * one.total, digits),
+    one.behind === null ? DASH : decimal(one.behind, digits),
     tie(one),
   ]));
   const left = explanation.candidates.length - rows.length;
   return make("div", {}, table("What each endpoint was rated", heads, rows),
     ...(left > 0 ? [make("p", { class: "empty" }, `And ${left} more endpoints.`)] : []));
+}
+
+// As `digits_of` of core/explain.py.
+function digitsOf(rows) {
+  const size = Math.abs(rows[0]?.total ?? 0) || Math.min(...rows.map((one) => Math.abs(one.behind ?? 0) || Infinity));
+  return size < Infinity ? Math.min(Math.max(3 - Math.ceil(Math.log10(size)), 1), MOST_DIGITS) : 1;
 }
 
 function traced(trace) {

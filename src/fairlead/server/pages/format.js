@@ -2,7 +2,8 @@
 
 export const DASH = "–";
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
-const fixed = [0, 1, 2].map((digits) => new Intl.NumberFormat("en-US", {
+export const MOST_DIGITS = 9;
+const fixed = Array.from({ length: MOST_DIGITS + 1 }, (_, digits) => new Intl.NumberFormat("en-US", {
   minimumFractionDigits: digits, maximumFractionDigits: digits,
 }));
 

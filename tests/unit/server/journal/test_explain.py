@@ -417,6 +417,21 @@ def test_a_copy_for_later_requests_is_said_to_be_one() -> None:
     assert said not in why([plain, holder], "ms")
 
 
+@pytest.mark.parametrize(
+    ("chosen", "rival", "said"),
+    [
+        (-0.412, -0.447, "old costs 0.035 ms more: load +0.035"),
+        (0.0, -0.31, "old costs 0.310 ms more: load +0.310"),
+        (-3.25, -4.12, "old costs 0.87 ms more: load +0.87"),
+        (-139.93, -141.0, "old costs 1.1 ms more: load +1.1"),
+    ],
+)
+def test_numbers_have_significant_digits(chosen: float, rival: float, said: str) -> None:
+    new = Candidate(endpoint="new", chosen=True, total=chosen, terms={"load": chosen})
+    old = Candidate(endpoint="old", chosen=False, total=rival, behind=chosen - rival, terms={"load": rival})
+    assert why([new, old], "ms") == [said]
+
+
 class Avoids(LeastRequests):
     """The first endpoint only if there is no other."""
 
