@@ -1449,7 +1449,7 @@ type Pick struct {
 	Outcome Outcome `protobuf:"varint,2,opt,name=outcome,proto3,enum=fairlead.scheduler.v1.Outcome" json:"outcome,omitempty"`
 	// Id of the endpoint.
 	Endpoint string `protobuf:"bytes,3,opt,name=endpoint,proto3" json:"endpoint,omitempty"`
-	// On any scale, higher is better; only for records.
+	// On any scale, higher is better. Nothing is decided by it; a journal keeps it (RemotePicked).
 	Score float64 `protobuf:"fixed64,4,opt,name=score,proto3" json:"score,omitempty"`
 	// The text for the client, with OUTCOME_REFUSED.
 	Reason string `protobuf:"bytes,5,opt,name=reason,proto3" json:"reason,omitempty"`
