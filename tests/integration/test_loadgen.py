@@ -243,6 +243,24 @@ async def test_nobody_listens() -> None:
     assert reasons(result) == {"connect_econnrefused": 2000}
 
 
+@pytest.mark.parametrize("others", [["::1"], ["::1", "127.0.0.9"]])
+async def test_of_several_addresses_one_that_listens_is_used(
+    monkeypatch: pytest.MonkeyPatch, others: list[str]
+) -> None:
+    """Where hosts files list `::1 localhost`, it is the first address."""
+
+    def look_up(host: str, port: int, *_: object) -> list[tuple[Any, ...]]:
+        return [
+            (socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port))
+            for ip in (*others, "127.0.0.1")
+        ]
+
+    async with serving(replying(OK)) as server:
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        named = server.target.replace("127.0.0.1", "localhost")
+        assert reasons(await run(named, SMALL, ClosedLoop(1), Options(requests=3))) == {"": 3}
+
+
 async def test_silence_times_out() -> None:
     async def silent(reader: Reader, writer: Writer) -> None:
         await reader.read()

@@ -13,6 +13,7 @@ Values of `Record.error`: `status_<code>` (not 2xx) · `body_error_<code>` (an e
 bound) · `not_sent` (scheduled, but still held back then)."""
 
 import asyncio
+import contextlib
 import errno
 import socket
 from collections.abc import Callable
@@ -290,6 +291,8 @@ def _connect_error(code: int) -> str:
 #: Common servers close an idle connection after 5 s (uvicorn), so a connection that was idle longer is not reused.
 MAX_IDLE_S = 4.0
 _SWEEP_S = 0.05
+#: How long one of several addresses has to accept a connection.
+_CONNECT_S = 2.0
 
 Done = Callable[[Record, float], object]
 
@@ -326,14 +329,28 @@ class Client:
         return len(self._busy)
 
     async def open(self) -> None:
-        """Resolve the host. Raises ConfigError if it has no address."""
+        """Resolve the host. Raises ConfigError if it has no address. Of several addresses the first that accepts a
+        connection is used: `localhost` is `::1` first where hosts files list that, and servers listen on 127.0.0.1."""
         try:
             infos = await self.loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise ConfigError(f"cannot resolve {self._host!r}: {error}", "$.target") from None
-        family, _, _, _, where = infos[0]
-        self._address = family, cast(SocketAddress, where)
+        addresses = [(info[0], cast(SocketAddress, info[4])) for info in infos]
+        self._address = addresses[0]
+        for address in addresses if len(addresses) > 1 else ():
+            if await self._accepts(address):
+                self._address = address
+                break
         self._sweep = self.loop.call_later(_SWEEP_S, self._on_sweep)
+
+    async def _accepts(self, address: Address) -> bool:
+        family, where = address
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            async with asyncio.timeout(_CONNECT_S):
+                await self.loop.sock_connect(probe, where)
+            return True
+        return False
 
     def send(self, call: Call, record: Record, done: Done) -> None:
         """Send a request; `done(record, now)` is called once, later. Raises ConfigError for an invalid header."""
