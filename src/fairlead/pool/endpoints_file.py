@@ -32,10 +32,10 @@ from fairlead.pool.watched_files import WatchedFiles, read_regular
 #   the entry might be any endpoint's. An entry with the address of an endpoint that stays so changes nothing.
 # * Endpoints that come are sent before those that go: the pool never gets small, and no model loses its last endpoint,
 #   meanwhile. Those that go wait until the names of those that come were tried once.
-# * Host names are resolved outside of `apply`, and again every `resolve_s`. If a name has several addresses, the first
-#   is used, and kept as long as the name has it: a resolver that rotates its answers must not move the endpoint.
-# * If the first address is `::1`, an IPv4 loopback address of the name is preferred: hosts files list `::1 localhost`,
-#   but model servers listen on `0.0.0.0` or `127.0.0.1` by default. No connection is tried to find out.
+# * Host names are resolved outside of `apply`, and again every `resolve_s`. If a name has several addresses, one is
+#   used, and kept as long as the name has it: a resolver that rotates its answers must not move the endpoint.
+# * That is the first IPv4 address to which this machine has a route, because model servers listen on `0.0.0.0` or
+#   `127.0.0.1` by default (vLLM, SGLang, TGI), while resolvers prefer IPv6; else the first. No connection is tried.
 # * A name that cannot be resolved keeps its last address and is tried again after `RETRY_S`. A lookup that takes long
 #   goes on, and no other one of its name is begun: its answer counts whenever it comes.
 # * Last addresses are kept in a file, `kept`, from which a scheduler that replaces one begins. Else it would take
@@ -63,8 +63,17 @@ async def resolve_host(host: str, port: int) -> list[str]:
 
 def preferred(addresses: Sequence[str]) -> str:
     """Which of a name's `addresses` to use (there must be at least one); see the rules above."""
-    first = addresses[0]
-    return next((address for address in addresses if address.startswith("127.")), first) if first == "::1" else first
+    return next((address for address in addresses if ":" not in address and _has_route(address)), addresses[0])
+
+
+def _has_route(address: str) -> bool:
+    """Whether this machine knows a way to an IPv4 address. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))
+        except OSError:
+            return False
+    return True
 
 
 class EndpointSet:

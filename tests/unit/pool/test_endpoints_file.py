@@ -302,7 +302,7 @@ async def test_without_watching_nothing_changes(tmp_path: Path, heard: Heard, fo
 async def test_names_become_addresses(tmp_path: Path, heard: Heard, follow: Follow) -> None:
     path = tmp_path / "endpoints.yaml"
     names = Names()
-    names.known["model"] = ["fd00::1", "10.0.0.1"]
+    names.known["model"] = ["fd00::1", "fd00::2"]
     path.write_text(text_of(("a", "model"), ("b", "10.0.0.2")))
     await follow(path, names).start()
     assert sorted(heard.take()) == ["up a [fd00::1]:80", "up b 10.0.0.2:80"]
@@ -337,13 +337,14 @@ async def test_names_are_resolved_again(heard: Heard) -> None:
         (["::1", "127.0.0.1"], "127.0.0.1:80"),
         (["127.0.0.1", "::1"], "127.0.0.1:80"),
         (["::1"], "[::1]:80"),
-        (["::1", "10.0.0.1"], "[::1]:80"),
-        (["fd00::1", "10.0.0.1"], "[fd00::1]:80"),
+        (["fd00::1", "127.0.0.2", "127.0.0.1"], "127.0.0.2:80"),
+        (["fd00::1", "255.255.255.255"], "[fd00::1]:80"),
     ],
 )
-async def test_of_a_names_own_loopback_addresses_that_of_ipv4_is_used(
+async def test_of_a_names_addresses_the_first_of_ipv4_that_has_a_route_is_used(
     heard: Heard, addresses: list[str], used: str
 ) -> None:
+    """No connection can be made to a broadcast address."""
     names = Names()
     names.known["localhost"] = addresses
     endpoints = EndpointSet(heard.feed, heard.report, resolver=names)
