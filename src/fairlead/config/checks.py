@@ -26,6 +26,7 @@ from fairlead.config.schema import (
     LONGEST_QUESTION,
     RELATIVE,
     EngineNames,
+    Gateway,
     Kubernetes,
     KvCurve,
     KvEvents,
@@ -75,6 +76,7 @@ def resolve(settings: Settings, base: Path | None, report: Report) -> Settings:
         hint = "leave it out: answers name a fallback endpoint for it in any case"
         report.add(("extProc", "maxEndpoints"), "the embedded gateway takes one endpoint", hint)
     if settings.gateway.mode == "embedded":
+        _check_listener(settings.gateway, report)
         _check_budgets(settings, report)
     _check_metrics(settings.metrics, report)
     _check_tokens(settings.tokens, report)
@@ -172,6 +174,19 @@ def _check_directory(path: str, place: Place, report: Report) -> None:
         report.note(place, f"this user cannot write to {path} on this machine")
 
 
+def _check_listener(gateway: Gateway, report: Report) -> None:
+    """Check what `gateway.envoy.options` would refuse at a start. Envoy resolves no names of listeners."""
+    try:
+        ip_address(gateway.host)
+    except ValueError:
+        hint = "e.g. 127.0.0.1, or '::' for all addresses"
+        report.add(("gateway", "host"), f"expected an IP address, got {shorten(gateway.host)!r}", hint)
+    if gateway.envoys > 1 and not gateway.port:
+        report.add(("gateway", "port"), "several Envoys need a port that they share, so it cannot be 0")
+    if gateway.admin_port and gateway.admin_port + gateway.envoys > 65536:
+        report.add(("gateway", "adminPort"), f"{gateway.envoys} Envoys have no {gateway.envoys} ports from there on")
+
+
 def _check_ports(settings: Settings, report: Report) -> None:
     """Check that no two listeners have the same port."""
     gateway, ext_proc, als = settings.gateway, settings.ext_proc, settings.als
@@ -179,7 +194,9 @@ def _check_ports(settings: Settings, report: Report) -> None:
     if gateway.mode == "embedded":
         if not ext_proc.port:
             report.add(("extProc", "port"), "the embedded gateway has to know the port, so it cannot be 0")
-        wanted += [(("gateway", "port"), gateway.port), (("gateway", "adminPort"), gateway.admin_port)]
+        wanted.append((("gateway", "port"), gateway.port))
+        admin_ports = range(gateway.admin_port, gateway.admin_port + gateway.envoys) if gateway.admin_port else ()
+        wanted += [(("gateway", "adminPort"), port) for port in admin_ports]
     wanted += [(("extProc", "port"), ext_proc.port), (("extProc", "healthPort"), ext_proc.health_port)]
     admin = settings.admin
     hosts = {_address(admin.host), _address(admin.metrics_host or admin.host)}

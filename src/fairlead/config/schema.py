@@ -23,6 +23,8 @@ Percent = Annotated[float, Field(ge=0, le=100)]
 Name = Annotated[str, Field(min_length=1)]
 #: A serialized origin (RFC 6454, 6.2), as browsers send it; `*` = all.
 Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+)$")]
+#: RFC 3986, `path`, without what Envoy would change before matching; `*` at the end stands for anything.
+UrlPath = Annotated[str, Field(pattern=r"^/(?:[A-Za-z0-9._~!$&'()+,;=:@{}-]+/?)*\*?$")]
 KubeName = Annotated[str, Field(max_length=253)]
 #: A limit in requests.
 Count = Annotated[int, Field(ge=1)]
@@ -115,10 +117,11 @@ class Gateway(Section):
         description="If the scheduler does not answer: `true` serves requests round robin over all endpoints, whatever "
         "their model; `false` answers 503, or 504 if the scheduler hangs.",
     )
-    body_limit: Bytes = Field(default=64 << 20, description="Larger request bodies get 413.")
+    body_limit: Bytes = Field(default=64 << 20, lt=1 << 32, description="Larger request bodies get 413.")
     concurrency: int = Field(default=0, ge=0, le=1024, description="Envoy's worker threads; 0 = one per CPU.")
-    paths: tuple[str, ...] = Field(
+    paths: tuple[UrlPath, ...] = Field(
         default=(),
+        examples=["/cohere/v2/chat", "/*"],
         description="Paths to accept besides those of the inference APIs, e.g. `/cohere/v2/chat`. `*` at the end "
         "stands for anything, so `/*` accepts every path. Where models are defined, bodies for such paths are still "
         "refused.",

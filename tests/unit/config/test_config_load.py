@@ -243,6 +243,12 @@ BAD: list[tuple[str, list[tuple[str, int, str, str]]]] = [
     (ONE + "gateway: ~", [("$.gateway", 2, "got nothing", "")]),
     (ONE + "gateway: {hots: x}", [("$.gateway.hots", 2, "unknown field", "'host'")]),
     (ONE + "gateway: {host: ''}", [("$.gateway.host", 2, "length >= 1", "")]),
+    (ONE + "gateway: {host: localhost}", [("$.gateway.host", 2, "expected an IP address", "127.0.0.1")]),
+    (ONE + "gateway: {host: '[::1]'}", [("$.gateway.host", 2, "expected an IP address, got '[::1]'", "")]),
+    (ONE + "gateway: {port: 0, envoys: 2}", [("$.gateway.port", 2, "it cannot be 0", "")]),
+    (ONE + "gateway: {adminPort: 65535, envoys: 2}", [("$.gateway.adminPort", 2, "have no 2 ports", "")]),
+    (ONE + "gateway: {adminPort: 8079, envoys: 2}", [("$.gateway.adminPort", 2, "taken by gateway.port", "")]),
+    (ONE + "gateway: {bodyLimit: 4Gi}", [("$.gateway.bodyLimit", 2, "< 4294967296", "")]),
     (ONE + "gateway: {port: 70000}", [("$.gateway.port", 2, "<= 65535, got 70000", "")]),
     (ONE + "gateway: {port: '80'}", [("$.gateway.port", 2, "expected an integer, got '80'", "")]),
     (ONE + "gateway: {port: 9002}", [("$.extProc.port", 0, "taken by gateway.port", "")]),
@@ -468,6 +474,16 @@ def test_a_value_of_the_wrong_form_is_answered_with_examples(text: str, example:
     with pytest.raises(ConfigError) as error:
         load(f"endpoints: ['127.0.0.1:1']\n{text}\n")
     assert f"expected a value like {example}, got '" in str(error.value)
+
+
+@pytest.mark.parametrize("path", ["sleep", "", "/a b", "/a//b", "/a%2Fb", "/*/b", "/a?b", "/a**", "/ä", "/a#b"])
+def test_paths_that_no_request_could_have_are_refused(path: str) -> None:
+    (problem,) = problems(ONE + f"gateway: {{paths: [/fine/*, '{path}']}}")
+    assert (problem.path, "like '/cohere/v2/chat'" in problem.message) == ("$.gateway.paths[1]", True)
+
+
+def test_paths_may_name_one_or_all_below() -> None:
+    load(ONE + "gateway: {paths: ['/*', /cohere/v2/chat, '/static/*', /a/, '/x-{y}~']}")
 
 
 def test_a_problem_shows_no_password() -> None:

@@ -14,9 +14,6 @@ from fairlead.core.errors import ConfigError
 #: Valid names of a response header.
 _HEADER = re.compile("x-[a-z0-9-]{1,62}", re.IGNORECASE)
 
-#: RFC 3986, `path`, without what Envoy would change before matching; `*` at the end stands for anything.
-_PATH = re.compile(r"/(?:[A-Za-z0-9._~!$&'()+,;=:@{}-]+/?)*\*?")
-
 
 class Address(Struct, frozen=True):
     """The address of a listener: a host and port, or the path of a Unix socket."""
@@ -192,9 +189,6 @@ class Options(Struct, frozen=True, kw_only=True):
             raise ConfigError("must be above 0 and at most 1", "$.upload_share")
         if self.body_limit >= 1 << 32:
             raise ConfigError("must be below 4 GiB: Envoy counts in 32 bits", "$.body_limit")
-        for i, path in enumerate(self.paths):
-            if _PATH.fullmatch(path) is None:
-                raise ConfigError(f"expected a URL path that begins with /, got '{path}'", f"$.paths[{i}]")
         if self.queue_timeout < self.message_timeout:
             raise ConfigError("must not be below message_timeout", "$.queue_timeout")
         if self.decision_header and _HEADER.fullmatch(self.decision_header) is None:
