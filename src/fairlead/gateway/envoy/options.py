@@ -99,8 +99,9 @@ class Options(Struct, frozen=True, kw_only=True):
     #: True: if the scheduler is dead or hung, requests go round robin over the pool. False: they get 503.
     fail_open: bool = True
     #: Concurrent ext_proc streams: requests that wait for a decision, plus those before their first chunk. Further
-    #: requests bypass the scheduler (or get 503), so that a hung scheduler cannot hold every client.
-    max_streams: int = 4096
+    #: requests bypass the scheduler (or get 503), so that a hung scheduler cannot hold every client. Enough for three
+    #: full bands of flow control: what bypasses it goes before all that wait, and to any endpoint under any name.
+    max_streams: int = 20_000
     #: Concurrent client connections.
     max_connections: int = 20_000
     #: Large uploads are ended well below this heap size, the largest first; from 95 % on, new requests get 503; 0 = no

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from fairlead.config.schema import QueueLimits
 from fairlead.core.errors import ConfigError
 from fairlead.gateway.envoy.options import Address, Options, Tls, parse_address, parse_endpoint
 
@@ -70,3 +71,10 @@ def test_contradictions_are_refused_with_their_place(wrong: dict[str, Any], path
 def test_the_defaults_are_valid() -> None:
     Options().check()
     assert Options().message_timeout < Options().queue_timeout
+
+
+def test_as_many_requests_may_wait_as_flow_control_lets_wait() -> None:
+    """Of each criticality. Beyond, they would bypass it."""
+    of_a_band = QueueLimits().band.requests
+    assert of_a_band is not None
+    assert Options().max_streams > 3 * of_a_band
