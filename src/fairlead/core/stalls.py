@@ -43,8 +43,9 @@ Once a request is *overdue*, `Route.hedge_after_ms` lets the gateway send it to 
 
       stream   OVERDUE × `Forecast.known_high_ms`, at least `OVERDUE_S`
       other    that, plus twice the time for the most tokens that it may generate (without a limit, ten times the
-               expected ones), at least `OVERDUE_WHOLE_S`; if that is more than `NEVER_S`, it is never overdue.
-               Images and speech are never overdue
+               expected ones), at least `OVERDUE_WHOLE_S`; if that is more than `NEVER_S`, it is never overdue
+
+Images and speech are never overdue, unless their tokens have a limit.
 
 Each wasted hedge (the first endpoint answered after all, or did not hang) lengthens these times by a quarter, up to
 `MOST` times, and each other request shortens them again. So at most about one request in fifty is hedged needlessly,
@@ -416,7 +417,7 @@ def overdue_s(lease: Lease, begins: bool) -> float:
     if not first:
         return inf
     if begins:
-        return first if first > OVERDUE_S else OVERDUE_S
+        return inf if untimed(lease.request.api, lease.request.path) else max(first, OVERDUE_S)
     tokens = lease.request.max_tokens or _unlimited(lease)
     full = first + 2e-3 * tokens * lease.forecast.tpot_ms
     return full if full > OVERDUE_WHOLE_S else OVERDUE_WHOLE_S

@@ -282,14 +282,15 @@ def test_a_long_prefill_is_no_hang() -> None:
 
 
 @pytest.mark.parametrize("told", [False, True], ids=["own", "of-a-peer"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", ["/v1/images/generations", "/v1/audio/speech", "/openai/v1/audio/speech"])
-def test_an_image_or_speech_that_takes_long_is_no_hang(path: str, told: bool) -> None:
+def test_an_image_or_speech_that_takes_long_is_no_hang(path: str, stream: bool, told: bool) -> None:
     """Neither its forecast nor the page's token counters, which stand still, say how long it takes."""
     fleet = SharedFleet()
     rig, sender = Rig(1 if told else 2), Rig(1, fleet)
     first = sender if told else rig
     api = "images" if "images" in path else "audio"
-    route = first.send(took=60.0, stream=False, max_tokens=0, api=api, path=path)
+    route = first.send(took=60.0, stream=stream, max_tokens=0, api=api, path=path)
     assert route.hedge_after_ms == 0.0
     if told:
         rig.feed(PeerHeard("peer", fleet.reports.batch(rig.clock.now)))
