@@ -148,7 +148,7 @@ class World:
 
 @asynccontextmanager
 async def world(
-    pair: Pair, tmp: Path, names: str = NAMES, endpoints: Sequence[str] | None = None, **config: Any
+    pair: Pair, tmp: Path, names: str = NAMES, endpoints: Sequence[Any] | None = None, **config: Any
 ) -> AsyncIterator[World]:
     require_envoy()
     file = tmp / "names.yaml"
@@ -161,7 +161,8 @@ async def world(
         (port,) = free_ports(1)
         gateway = Envoy(tmp, f"envoy-{port}")
         stack.callback(gateway.end)
-        built = bootstrap(pair, port, f"127.0.0.1:{live.config.ext_proc.port}", known, message_timeout=10.0)
+        addresses = [one["address"] if isinstance(one, dict) else one for one in known]
+        built = bootstrap(pair, port, f"127.0.0.1:{live.config.ext_proc.port}", addresses, message_timeout=10.0)
         await asyncio.to_thread(gateway.start, built)
         await sees_the_scheduler(gateway.admin)
         yield World(live, port, servers, file)
@@ -258,6 +259,21 @@ async def test_conversations_without_a_session_keep_their_target(tmp_path: Path,
                 turns += [{"role": "assistant", "content": answer}, {"role": "user", "content": "and then?"}]
             assert len(w.asked_for() - before) == 1
         assert set(w.asked_for()) == {"a", "b"}
+
+
+async def test_a_target_without_servers_is_called_by_its_clients_name(tmp_path: Path) -> None:
+    """With the sessions whose target it is, and after which time they may ask again."""
+    names = model("chat", ("v1", 1), ("v2", 1))
+    async with Server() as server:
+        endpoint = {"address": server.address, "labels": {"model-id": "v1"}}
+        models = {"file": str(tmp_path / "names.yaml"), "sticky": "session"}
+        async with world(EMBEDDED, tmp_path, names, [endpoint], models=models, policy="default") as w:
+            answers = [await w.post(chat("chat"), ("x-session-id", f"s{number % 8}")) for number in range(16)]
+    assert [got.status for got in answers[:8]] == [got.status for got in answers[8:]]
+    refused = [got for got in answers if got.status == 503]
+    assert len({got.status for got in answers}) == 2 and server.models["v1"] + len(refused) == len(answers)
+    assert {error(got)["message"] for got in refused} == {"no endpoint serves the model `chat` now"}
+    assert {got.field("retry-after") for got in refused} == {"1"}
 
 
 async def test_errors(tmp_path: Path) -> None:

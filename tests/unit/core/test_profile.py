@@ -62,6 +62,15 @@ def test_a_model_whose_endpoints_another_filter_took_exists(model: str, status: 
     assert (pick.status, pick.trace and pick.trace.outcome) == (status, "none")
 
 
+def test_of_a_target_that_nobody_serves_clients_read_the_name_that_they_asked_for() -> None:
+    fleet = Fleet()
+    fleet.up(Endpoint("a", "a:1", {"model-id": "v1"}))
+    fleet.table.know({"chat", "v1", "v2"}, {"v1", "v2"})
+    pick = choose(profile([ModelCompatibility(NoParams())]), fleet, Request(1, 0.0, model="chat", target="v2"))
+    assert isinstance(pick, Refused)
+    assert (pick.reason, pick.status, pick.message) == (NO_ENDPOINTS, 503, "no endpoint serves the model `chat` now")
+
+
 def test_load_filters_that_leave_none_fall_back_to_round_robin() -> None:
     filters: list[Filter] = [
         Fixed(mask(0, 0, 1, 1), "load-a"),

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from fairlead.core.columns import BoolColumn
 from fairlead.core.endpoint import MODEL_LABEL, STAGES
+from fairlead.core.flow import NO_ENDPOINTS
 from fairlead.core.models import MODEL_NOT_FOUND
 from fairlead.core.policy import Cycle, Refused, Stage
 from fairlead.core.request import Request
@@ -207,11 +208,14 @@ class ModelCompatibility(Plain[NoParams]):
         )
 
     def refusal(self, request: Request, fleet: FleetView, cycle: Cycle) -> Refused | None:
-        """A name that no endpoint had when it left is the client's mistake. One that some had may be back soon."""
+        """A name that no endpoint had when it left is the client's mistake. One that some had may be back soon: clients
+        know it by the name that they asked for."""
         model = request.target_model
         able = self.keep(request, fleet, cycle)
-        if fleet.table.had(model) or able is None or np.count_nonzero(able):
+        if able is None or np.count_nonzero(able):
             return None
+        if fleet.table.had(model):
+            return Refused(NO_ENDPOINTS, f"no endpoint serves the model `{request.model or model}` now")
         return Refused(MODEL_NOT_FOUND, f"The model `{model}` does not exist.", status=404)
 
 

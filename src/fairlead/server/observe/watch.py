@@ -147,7 +147,8 @@ class Watch:
                 if record.outcome == LEFT.reason:  # nobody received the status
                     self._left.happened(decision)
                 else:
-                    whose = {"tenant": request.fairness_id, "model": request.model, "request_id": request.external_id}
+                    whose = {"tenant": request.fairness_id, "model": request.model, "target_model": request.target}
+                    whose["request_id"] = request.external_id
                     fields = {"priority": request.priority, "decision": decision}
                     fields |= {name: text for name, text in whose.items() if text}
                     log.warning("a request was refused", reason=record.outcome, status=record.status, **fields)
