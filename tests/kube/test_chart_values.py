@@ -687,6 +687,17 @@ def test_nobody_reaches_more_than_was_asked_for(helm: Helm) -> None:
     assert [ports["port"] for rule in policy["ingress"] for ports in rule["ports"]] == ["grpc-ext-proc", "metrics"]
 
 
+def test_a_standby_reaches_the_leader(helm: Helm) -> None:
+    """For its connection, and to read what the leader learned, whoever else may read metrics."""
+    others = "networkPolicy.metricsFrom[0].podSelector.matchLabels.a=b"
+    asked = f"inferenceExtension.replicas=2,networkPolicy.egress=true,{others}"
+    (policy,) = of_kind(helm.render(*LABELS, "--set", asked), "NetworkPolicy")
+    own = [{"podSelector": policy["spec"]["podSelector"]}]
+    for rules, peers in ((policy["spec"]["ingress"], "from"), (policy["spec"]["egress"], "to")):
+        (ports,) = [rule["ports"] for rule in rules if rule.get(peers) == own]
+        assert [each["port"] for each in ports] == ["grpc-health", "metrics"]
+
+
 def test_names_and_labels_that_kubernetes_takes(helm: Helm, tmp_path: Path) -> None:
     """Pods of a StatefulSet have a label of its name and eleven characters; labels have 63 at most, and no `+`."""
     long = "n" * 53

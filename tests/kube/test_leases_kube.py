@@ -47,7 +47,9 @@ async def two_replicas(
     processes: list[Child],
     fail_open: bool = False,
     duration_s: int = DURATION_S,
+    keeps: bool = False,
 ) -> AsyncIterator[World]:
+    """`keeps`: with state files, and admin ports that other pods reach."""
     require_envoy()
     async with AsyncExitStack() as stack:
         pods = await pod_servers(2)
@@ -72,7 +74,10 @@ async def two_replicas(
         for replica in replicas:
             processes.append(replica)
             (health,) = free_ports(1)
-            config = {"kubernetes": kubernetes, "gateway": "none", "extProc": {"healthPort": health}}
+            config: dict[str, Any] = {"kubernetes": kubernetes, "gateway": "none", "extProc": {"healthPort": health}}
+            if keeps:
+                config["state"] = {"file": str(tmp_path / f"epp-{len(processes)}.state"), "interval": 1}
+                config["admin"] = {"host": "0.0.0.0"}
             await asyncio.to_thread(replica.start, config)
             if replica is replicas[0]:
                 await replica.until_ready()
@@ -113,6 +118,23 @@ async def test_a_leader_that_is_told_to_stop_loses_no_request(world: World) -> N
     assert lease["leaseTransitions"] == 1
     assert await standby.metric("fairlead_kube_leader") == 1
     assert leader.code == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["told to stop", "killed"])
+async def test_a_new_leader_knows_what_the_last_one_learned(
+    kube: Cluster, namespace: str, tmp_path: Path, processes: list[Child], number: signal.Signals
+) -> None:
+    async with two_replicas(kube, namespace, tmp_path, processes, duration_s=LONG_S, keeps=True) as world:
+        leader, standby = world.replicas
+        async with Traffic(world.envoy.port, clients=CLIENTS, text=lambda client, turn: f"{client}" * 4000) as traffic:
+            await until(lambda: traffic.total > 50)
+        await asyncio.sleep(5.0 if number == signal.SIGKILL else 0.0)
+        leader.signal(number)
+        await standby.until_ready(20)
+        async with asyncio.timeout(10):
+            while not await standby.metric("fairlead_state_restored_prefixes"):
+                await asyncio.sleep(0.05)
+        await leader.wait()
 
 
 @pytest.mark.parametrize("fail_open", [True, False], ids=["fail open", "fail closed"])

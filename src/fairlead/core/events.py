@@ -161,11 +161,13 @@ class Reconfigured(Struct, frozen=True, gc=False):
 
 
 class Restored(Struct, frozen=True):
-    """A part of the state file: what a scheduler had learned `age_s` seconds ago. The common part comes before any
-    endpoint joins. The parts of an endpoint come after it joined, its prefixes in order."""
+    """A part of the state file: what a scheduler had learned `age_s` seconds ago. The common part comes first.
+    The parts of an endpoint come after it joined, its prefixes in order. `instead`: of a scheduler that served until
+    now, in place of what is known here."""
 
     part: Part
     age_s: float
+    instead: bool = False
 
 
 class PeerHeard(Struct, frozen=True, gc=False):

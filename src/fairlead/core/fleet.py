@@ -236,7 +236,7 @@ class Fleet:
             or before.num_blocks != sample.num_blocks
         ):
             self._looks_like(slot, restarted)
-        if slot in self._recalled and not self._confirm(slot, *self._recalled.pop(slot), sample, now):
+        if not self._confirmed(slot, started, sample, now):
             self.cold.append(endpoint_id)
         ran = table.running[slot]
         table.waiting[slot] = waiting = _gauge(sample.waiting, table.waiting[slot])
@@ -685,10 +685,11 @@ class Fleet:
         own = self.predictor.own(slot, now)
         return EndpointLearned(endpoint.id, endpoint.address, look, own, sample, self.prefix.capacity(slot))
 
-    def restore(self, part: Part, age_s: float, now: float) -> None:
-        """Restore a part that is `age_s` seconds old; that of an endpoint only if its address is the same."""
+    def restore(self, part: Part, age_s: float, now: float, instead: bool = False) -> None:
+        """Restore a part that is `age_s` seconds old; that of an endpoint only if its address is the same. `instead`:
+        in place of the prefixes that are known. Its scrape may be newer than ours, so that the next one confirms it."""
         if isinstance(part, Common):
-            self.predictor.restore(part.forecasts)
+            self.predictor.restore(part.forecasts, instead)
             self.adapters.restore(part.activate_ms, part.load_ms)
             self.measured(min(max(part.bytes_per_token, MIN_BYTES_PER_TOKEN), MAX_BYTES_PER_TOKEN), 1.0)
             return
@@ -704,12 +705,23 @@ class Fleet:
                 if oldest is not None:
                     self._extending[slot] = number + 1, oldest
         elif endpoint is not None and endpoint.address == part.address:
+            if instead:
+                self._unlearn(slot)
             self._extending[slot] = 0, None
             if sample is None:
                 self.prefix.set_capacity(slot, part.capacity)
+            if sample is None or instead:
                 self._recalled[slot] = part, now - age_s
             else:
                 self._confirm(slot, part, now - age_s, sample, now)
+
+    def _confirmed(self, slot: int, started: float, sample: Sample, now: float) -> bool:
+        """Compare what was restored with the first scrape that was sent since, as `_confirm` does."""
+        recalled = self._recalled.get(slot)
+        if recalled is None or recalled[1] > started:
+            return True
+        del self._recalled[slot]
+        return self._confirm(slot, *recalled, sample, now)
 
     def _confirm(self, slot: int, part: EndpointLearned, taken_at: float, sample: Sample, now: float) -> bool:
         """Compare a restored endpoint with its first scrape since. If the engine restarted, forget its cache and return

@@ -344,14 +344,14 @@ class Predictor:
             self.hold_ms, self.answer_steps, self._answers, self._all.values, bands, self.rates.learned()
         )
 
-    def restore(self, learned: ForecastsLearned) -> None:
-        """Restore what was learned of the whole pool. Call it before anything else is learned."""
+    def restore(self, learned: ForecastsLearned, instead: bool = False) -> None:
+        """Restore what was learned of the whole pool: before anything else is learned, or `instead` of that."""
         self.hold_ms, self.answer_steps = min(learned.hold_ms, 1e8), min(max(learned.answer_steps, 1.0), 1e6)
         self._answers = learned.answers
         self._all = Band(values=learned.all_kinds)
         bands = [Band(values=values) if values else self._all for values in learned.bands]
         self.bands = (bands + [self._all] * len(self.bands))[: len(self.bands)]
-        self.rates.restore(learned.speeds)
+        self.rates.restore(learned.speeds, instead)
         self._table.rewritten()
 
     def own(self, slot: int, now: float) -> OwnLearned:

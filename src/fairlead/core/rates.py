@@ -555,13 +555,20 @@ class Rates:
         classes = sorted(self._classes.items(), key=lambda each: not each[1].members)
         return SpeedsLearned(self._pool, self._observed, tuple(alike.learned(look) for look, alike in classes))
 
-    def restore(self, learned: SpeedsLearned) -> None:
-        """Restore the pool's mean and the classes, before any endpoint joins. Classes that exist already stay."""
+    def restore(self, learned: SpeedsLearned, instead: bool = False) -> None:
+        """Restore the pool's mean and the classes. Classes that exist already stay, unless others come `instead`; then
+        what was learned of their members goes too."""
         self._pool, self._observed = _bounded(learned.pool), learned.observed
         for each in learned.classes[:MOST_CLASSES]:
-            alike = None if each.look in self._classes else _Class.restored(each)
-            if alike is not None:
-                self._classes[each.look] = alike
+            before = self._classes.get(each.look)
+            alike = _Class.restored(each) if before is None or instead else None
+            if alike is None:
+                continue
+            self._classes[each.look] = alike
+            for slot in before.members if before is not None else ():
+                alike.members.add(slot)
+                self._own[slot], self._ratios[slot] = _Own(), 1.0
+                self._write(slot, alike)
 
     def own(self, slot: int, now: float) -> tuple[float, float, float, float]:
         """Return an endpoint's own mean, its weight, its ratio, and the seconds since its evidence was renewed."""

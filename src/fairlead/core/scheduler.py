@@ -836,7 +836,7 @@ class Pipeline:
     def _restored(self, event: ev.Restored) -> list[Instruction]:
         if isinstance(event.part, Common):
             self.tokens.restore(event.part.models)
-        self.fleet.restore(event.part, event.age_s, self._clock.time())
+        self.fleet.restore(event.part, event.age_s, self._clock.time(), event.instead)
         return []
 
     def _peer(self, event: ev.PeerHeard | ev.PeerSnapshot | ev.PeerLost) -> list[Instruction]:

@@ -193,13 +193,16 @@ class Admin(HttpPort):
         metrics: tuple[str, int] | None = None,
         on_error: OnError = lambda path, error: None,
         pools: Callable[[], Mapping[str, AdminSources]] | None = None,
+        secret: tuple[str, Handler] | None = None,
     ) -> None:
         """`metrics`: host and port of a second port for health and metrics only; `None` = no second port. `pools`
-        returns the sources of each pool's debug pages by name (`?pool=`); `None` = all pages come from `sources`."""
+        returns the sources of each pool's debug pages by name (`?pool=`); `None` = all pages come from `sources`.
+        `secret`: a path that only those find who may read its page, without a token."""
         super().__init__(host, port, 1.0, tls)
         self._sources, self._pools = sources, pools
         self._debug = debug
         self._access = access or Access(free=_PROBES)
+        self._secret = secret
         self._on_error = on_error
         self._dashboard: Dashboard | None = None
         if debug and sources.dashboard is not None:
@@ -234,6 +237,9 @@ class Admin(HttpPort):
         self._add(app, "/healthz", healthz)
         self._add(app, "/readyz", self._readyz)
         self._add(app, "/metrics", self._metrics)
+        if self._secret is not None:
+            path, handler = self._secret
+            app.router.add_get(path, reported(handler, self._on_error, "the secret page"))
         return app
 
     def make_app(self) -> web.Application:
@@ -362,7 +368,7 @@ def _one_piece(value: Any) -> tuple[bytes]:
     return (_json(value) + b"\n",)
 
 
-def admin_access(hosts: Iterable[str], token_file: str, required: bool = True) -> Access:
+def admin_access(hosts: Iterable[str], token_file: str, required: bool = True, free: Iterable[str] = ()) -> Access:
     """The access control of an admin port. `token_file`: empty = no token is needed. If the file cannot be used, raise
-    `ConfigError` if it is `required`; else nobody gets in until it can be."""
-    return Access(hosts, Tokens(token_file, required) if token_file else None, free=_PROBES)
+    `ConfigError` if it is `required`; else nobody gets in until it can be. `free`: more paths without checks."""
+    return Access(hosts, Tokens(token_file, required) if token_file else None, free={*_PROBES, *free})

@@ -9,6 +9,7 @@ Rules
 * A new file replaces the old one when it is complete and on the disk. A process that is killed leaves the old one.
 * Only one process writes: it holds a lock until it ends. Other processes read, and write once that process has ended.
 * `StateFile` keeps an endpoint's parts until the endpoint joins the pool. Parts older than `state.maxAge` are dropped.
+* A replica that becomes the leader takes over the file of the last one (`inherit`, see `server.live.heir`).
 """
 
 import asyncio
@@ -68,18 +69,19 @@ def read_state(path: Path, cut: ChainHasher, max_bytes: int) -> Stored:
     except OSError as error:
         stored.problems.append(f"it cannot be read: {error.strerror or error}")
         return stored
-    if not data.startswith(MAGIC):
-        stored.problems.append("it is no state file")
-    elif len(data) > max_bytes:
+    if len(data) > max_bytes:
         stored.problems.append("it is larger than maxBytes")
     else:
-        _understand(data[len(MAGIC) :], stored, cut)
+        _understand(data, stored, cut)
     return stored
 
 
 def _understand(data: bytes, stored: Stored, cut: ChainHasher) -> None:
+    if not data.startswith(MAGIC):
+        stored.problems.append("it is no state file")
+        return
     damaged = unreadable = 0
-    for entry in blocks(data):
+    for entry in blocks(data[len(MAGIC) :]):
         if isinstance(entry, Damage):
             damaged += entry.size
             continue
@@ -134,8 +136,8 @@ class StateFile(Struct, eq=False):
     loop's thread."""
 
     #: The file that is written.
-    _path: Path
-    _settings: StateSettings
+    path: Path
+    settings: StateSettings
     _pipeline: Pipeline
     _cut: ChainHasher
     _feed: Callable[[Event], object]
@@ -143,10 +145,13 @@ class StateFile(Struct, eq=False):
     _now: Callable[[], float]
     #: What was read, and from which file.
     _stored: Stored = field(default_factory=Stored)
-    _source: Path = Path()
+    _source: str = ""
+    #: What was read is of a scheduler that served until now.
+    _inherited: bool = False
     _joined: deque[str] = field(default_factory=deque)
     _restoring: asyncio.Task[None] | None = None
     _writing: asyncio.Task[None] | None = None
+    _one_write: asyncio.Lock = field(default_factory=asyncio.Lock)
     _lock: int = -1
     counts: StateCounts = field(default_factory=StateCounts)
     #: Why the file cannot be written; empty = it can.
@@ -158,24 +163,39 @@ class StateFile(Struct, eq=False):
         """Read the file, and restore the part that all endpoints share. A worker takes the file of the first worker,
         which knows what all workers have sent, unless its own file is newer. Its own may be an old one, from an earlier
         run with more workers."""
-        path, first = self._path, self._path.with_name(self._path.name.partition(WORKER)[0])
+        path, first = self.path, self.path.with_name(self.path.name.partition(WORKER)[0])
         stored = await self._read(path)
         if first != path:
             stored_first = await self._read(first)
             if _taken_at(stored_first) >= _taken_at(stored):
                 path, stored = first, stored_first
-        self._stored, self._source = stored, path
-        for problem in stored.problems:
-            log.warning("loaded only part of the saved state", file=str(path), problem=problem)
-        if self._age() > self._settings.max_age:
-            age = f"it is {self._age():.0f} s old, and state.maxAge is {self._settings.max_age:.0f} s"
-            log.warning("did not load the saved cache contents", file=str(path), problem=age)
-        if stored.common is not None:
-            self._feed(Restored(stored.common, self._age()))
+        self._begin(stored, str(path))
         self._writing = asyncio.create_task(self._write_on())
 
+    async def inherit(self, data: bytes, source: str) -> None:
+        """Take over the file of a scheduler that served until now, in place of what is known here. `source`: where it
+        came from, for people."""
+        stored = Stored()
+        await asyncio.to_thread(_understand, data, stored, self._cut)
+        await self.settled()
+        self._inherited = True
+        self._begin(stored, source)
+        for _, endpoint in self._pipeline.fleet.table.slots():
+            self.joined(endpoint)
+        await self.settled()
+
+    def _begin(self, stored: Stored, source: str) -> None:
+        self._stored, self._source = stored, source
+        for problem in stored.problems:
+            log.warning("loaded only part of the saved state", file=source, problem=problem)
+        if self._age() > self.settings.max_age:
+            age = f"it is {self._age():.0f} s old, and state.maxAge is {self.settings.max_age:.0f} s"
+            log.warning("did not load the saved cache contents", file=source, problem=age)
+        if stored.common is not None:
+            self._feed(Restored(stored.common, self._age(), self._inherited))
+
     async def _read(self, path: Path) -> Stored:
-        return await asyncio.to_thread(read_state, path, self._cut, self._settings.max_bytes)
+        return await asyncio.to_thread(read_state, path, self._cut, self.settings.max_bytes)
 
     def joined(self, endpoint: Endpoint) -> None:
         """The endpoint is in the pool now: restore its saved state."""
@@ -192,7 +212,7 @@ class StateFile(Struct, eq=False):
     async def close(self) -> None:
         """Write the file a last time, and stop."""
         await cancelled(self._restoring, self._writing)
-        await self._write()
+        await self.write()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -208,7 +228,7 @@ class StateFile(Struct, eq=False):
         parts = self._stored.endpoints[endpoint_id]
         first = parts[0]
         age_s = self._age() + (first.age_s if isinstance(first, EndpointLearned) else 0.0)
-        return (parts if age_s <= self._settings.max_age else []), age_s
+        return (parts if age_s <= self.settings.max_age else []), age_s
 
     async def _restore(self) -> None:
         counts, table, age_s = self.counts, self._pipeline.fleet.prefix, self._age()
@@ -219,7 +239,7 @@ class StateFile(Struct, eq=False):
             parts, age_s = self._known(endpoint_id)
             before = table.entries
             for part in parts:
-                self._feed(Restored(part, age_s))
+                self._feed(Restored(part, age_s, self._inherited))
                 await asyncio.sleep(0)
             del self._stored.endpoints[endpoint_id]
             counts.prefixes += max(table.entries - before, 0)
@@ -230,19 +250,19 @@ class StateFile(Struct, eq=False):
             f"restored {counts.prefixes} prefixes for {counts.endpoints} endpoints, "
             f"learned speeds of {speeds} engine class{'' if speeds == 1 else 'es'}, {age_s:.0f} s old"
         )
-        log.info(self.note, file=str(self._source))
+        log.info(self.note, file=self._source)
 
     # ---- writing ----
 
     async def _write_on(self) -> None:
-        pause_s = self._settings.interval
+        pause_s = self.settings.interval
         while True:
             await asyncio.sleep(pause_s)
-            pause_s = max(self._settings.interval, await self._write() / _BUSY)
+            pause_s = max(self.settings.interval, await self.write() / _BUSY)
 
     def _parts(self) -> Iterator[Head | Part]:
         yield Head(VERSION, time.time(), self._cut.finest, self._cut.growth)
-        most_blocks = (self._settings.max_bytes - self._settings.max_bytes // _SPARED) // BLOCK_BYTES
+        most_blocks = (self.settings.max_bytes - self.settings.max_bytes // _SPARED) // BLOCK_BYTES
         yield from taken(self._pipeline.fleet, self._pipeline.tokens, self._now(), most_blocks)
         for endpoint_id in list(self._stored.endpoints):
             if endpoint_id not in self._stored.endpoints:
@@ -253,17 +273,18 @@ class StateFile(Struct, eq=False):
             for part in parts:
                 yield replace(part, age_s=age_s) if isinstance(part, EndpointLearned) else part
 
-    async def _write(self) -> float:
+    async def write(self) -> float:
         """Write the file. Returns how many seconds this kept the event loop busy. Never raises."""
         try:
-            return await self._write_parts(self._parts())
+            async with self._one_write:
+                return await self._write_parts(self._parts())
         except OSError as error:
             problem = error.strerror or str(error)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             log.error("cannot save what was learned", exc=error)
         self.counts.errors += 1
-        self.problem = f"{self._path} cannot be written, and a restart forgets: {problem}"
+        self.problem = f"{self.path} cannot be written, and a restart forgets: {problem}"
         return 0.0
 
     async def _write_parts(self, parts: Iterator[Head | Part]) -> float:
@@ -274,7 +295,7 @@ class StateFile(Struct, eq=False):
             if part is None:
                 break
             content = encode(part)
-            if size + OVERHEAD + len(content) <= self._settings.max_bytes:
+            if size + OVERHEAD + len(content) <= self.settings.max_bytes:
                 size += OVERHEAD + len(content)
                 encoded.append(content)
             worked_s += time.perf_counter() - started
@@ -286,6 +307,6 @@ class StateFile(Struct, eq=False):
 
     def _store(self, encoded: list[bytes]) -> int:
         if self._lock < 0:
-            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = lock(self._path.with_name(self._path.name + ".lock"), _HELD)
-        return write_whole(self._path, (MAGIC, *(block(content, pack=False) for content in encoded)))
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = lock(self.path.with_name(self.path.name + ".lock"), _HELD)
+        return write_whole(self.path, (MAGIC, *(block(content, pack=False) for content in encoded)))

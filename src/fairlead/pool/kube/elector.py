@@ -48,7 +48,8 @@ class _Lease(Struct, frozen=True):
 
 
 class Lease(Struct, frozen=True):
-    """The content of a lease. `address`: ADDRESS:PORT of its holder, or empty. `version`: the resourceVersion."""
+    """The content of a lease. `address`: ADDRESS:PORT of its holder, or empty. `version`: the resourceVersion. `page`:
+    the URL where the holder tells what it learned, or empty."""
 
     holder: str = ""
     duration: int = 0
@@ -57,6 +58,7 @@ class Lease(Struct, frozen=True):
     transitions: int = 0
     version: str = ""
     address: str = ""
+    page: str = ""
 
     @property
     def free(self) -> bool:
@@ -65,14 +67,14 @@ class Lease(Struct, frozen=True):
 
 _decoder = msgspec.json.Decoder(_Lease)
 
-#: The annotation with the address of a lease's holder.
-ADDRESS = "fairlead.dev/answers-at"
+#: The annotations with the address and the page of a lease's holder.
+ADDRESS, PAGE = "fairlead.dev/answers-at", "fairlead.dev/learned-at"
 
 
 def read_lease(text: bytes | Raw) -> Lease:
     """Read a lease. Raises `Unreadable`."""
     lease = decoded(_decoder, text)
-    spec = lease.spec
+    spec, annotations = lease.spec, lease.metadata.annotations or {}
     return Lease(
         spec.holder_identity or "",
         max(spec.lease_duration_seconds or 0, 0),
@@ -80,7 +82,8 @@ def read_lease(text: bytes | Raw) -> Lease:
         spec.renew_time or "",
         max(spec.lease_transitions or 0, 0),
         lease.metadata.resource_version,
-        (lease.metadata.annotations or {}).get(ADDRESS, ""),
+        annotations.get(ADDRESS, ""),
+        annotations.get(PAGE, ""),
     )
 
 
@@ -122,15 +125,16 @@ def next_step(sight: Sight, me: str, now: float, duration: float) -> Take | Keep
     return Take() if sight.ended or now >= runs_out else Wait(runs_out)
 
 
-def claimed(old: Lease | None, me: str, duration: float, wall: float, address: str = "") -> Lease:
-    """The lease that this replica writes to take or renew it. `wall`: seconds since 1970. `address`: this replica's."""
+def claimed(old: Lease | None, me: str, duration: float, wall: float, address: str = "", page: str = "") -> Lease:
+    """The lease that this replica writes to take or renew it. `wall`: seconds since 1970. `address`, `page`: this
+    replica's."""
     now = micro_time(wall)
     seconds = max(round(duration), 1)
     if old is not None and old.holder == me:
-        return Lease(me, seconds, old.acquired or now, now, old.transitions, old.version, address)
+        return Lease(me, seconds, old.acquired or now, now, old.transitions, old.version, address, page)
     if old is None:
-        return Lease(me, seconds, now, now, 0, "", address)
-    return Lease(me, seconds, now, now, old.transitions + 1, old.version, address)
+        return Lease(me, seconds, now, now, 0, "", address, page)
+    return Lease(me, seconds, now, now, old.transitions + 1, old.version, address, page)
 
 
 def released(old: Lease, wall: float) -> Lease:
@@ -144,8 +148,9 @@ def lease_object(lease: Lease, namespace: str, name: str) -> dict[str, Any]:
     metadata: dict[str, Any] = {"name": name, "namespace": namespace}
     if lease.version:
         metadata["resourceVersion"] = lease.version
-    if lease.address:
-        metadata["annotations"] = {ADDRESS: lease.address}
+    annotations = {ADDRESS: lease.address, PAGE: lease.page}
+    if any(annotations.values()):
+        metadata["annotations"] = {name: value for name, value in annotations.items() if value}
     return {
         "apiVersion": "coordination.k8s.io/v1",
         "kind": "Lease",
@@ -184,7 +189,7 @@ _LAST_PORT = 65_535
 
 class ElectionSettings(Struct, frozen=True, kw_only=True):
     """Times are in seconds. `identity` must be unique. `address`: this replica's ADDRESS:PORT, to which other replicas
-    connect; if empty, they wait for the lease to expire."""
+    connect; if empty, they wait for the lease to expire. `page`: the URL where this replica tells what it learned."""
 
     namespace: str
     name: str
@@ -193,6 +198,7 @@ class ElectionSettings(Struct, frozen=True, kw_only=True):
     renew_s: float = 10.0
     retry_s: float = 2.0
     address: str = ""
+    page: str = ""
 
 
 class LeaderWatch:
@@ -280,6 +286,8 @@ class Elector:
         self.holder = ""
         #: How often this replica became the leader.
         self.terms = 0
+        #: The page of the last other holder, which may have ended; empty = there was none.
+        self.page = ""
         self._client = client
         self._settings = settings
         self._changed = changed
@@ -370,7 +378,8 @@ class Elector:
         asked = loop.time()
         pause = settings.retry_s * self._client.rng.uniform(0.8, 1.0)
         try:
-            await self._put(claimed(lease, settings.identity, settings.duration_s, time.time(), settings.address))
+            mine = settings.address, settings.page
+            await self._put(claimed(lease, settings.identity, settings.duration_s, time.time(), *mine))
         except KubeError as error:
             if error.code in (_CONFLICT, _NOT_FOUND) and await self._look():
                 return 0.0 if self.leading else self._client.rng.uniform(0.0, 0.05)
@@ -424,6 +433,8 @@ class Elector:
     def _note(self, lease: Lease | None) -> None:
         now = asyncio.get_running_loop().time()
         self._sight = Sight(lease, now) if self._sight is None else self._sight.seen(lease, now)
+        if lease is not None and not lease.free and lease.holder != self._settings.identity:
+            self.page = lease.page
         if self._releasing:
             self._leader_watch.follow("")
             if lease is not None:

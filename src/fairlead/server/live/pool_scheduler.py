@@ -31,6 +31,7 @@ from fairlead.server.observe.log import get
 from fairlead.server.observe.snapshot import SnapshotMaker
 from fairlead.server.observe.tracing import Tracing
 from fairlead.server.running_gateway import NONE_RUNS, RunningGateway
+from fairlead.server.state import StateFile
 
 log = get("serve")
 
@@ -132,6 +133,11 @@ class PoolScheduler:
         if self.core.replicas is not None:
             stack.push_async_callback(self.core.replicas.close)
             await self.core.replicas.start()
+
+    @property
+    def states(self) -> dict[str, StateFile]:
+        """The state file, if there is one, as those of `LivePools`."""
+        return {} if self.core.state is None else {"": self.core.state}
 
     @property
     def leases(self) -> int:

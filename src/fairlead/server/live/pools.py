@@ -20,6 +20,7 @@ from fairlead.server.observe.exposition import Registry, page_of
 from fairlead.server.observe.log import get
 from fairlead.server.observe.tracing import Tracing
 from fairlead.server.observe.troubles import Troubles, named, watch_process
+from fairlead.server.state import StateFile
 from fairlead.server.supervise import DRAIN_SECONDS
 
 log = get("pools")
@@ -97,6 +98,11 @@ class LivePools:
     async def close(self) -> None:
         for pool in (*self.pools.values(), *self._ending.values()):
             await pool.close(at_once=True)
+
+    @property
+    def states(self) -> dict[str, StateFile]:
+        """The state files by pool."""
+        return {key: state for key, pool in self.pools.items() for state in pool.scheduler.states.values()}
 
     @property
     def leases(self) -> int:

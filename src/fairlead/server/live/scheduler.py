@@ -33,7 +33,8 @@ from fairlead.pool.endpoints_file import EndpointSet, EndpointsFile, follow_endp
 from fairlead.server.admin import Admin, admin_access
 from fairlead.server.external_scaler import ExternalScaler
 from fairlead.server.followed_files import ConfigFile, followed_keys
-from fairlead.server.live.kube import Kube, KubeLink
+from fairlead.server.live.heir import Heir, reachable
+from fairlead.server.live.kube import Kube, KubeLink, pod_ip
 from fairlead.server.live.kube_pools import KubePools
 from fairlead.server.live.memory import HeapTrim, LoopErrors, LoopLag, keep_heap, settle_memory
 from fairlead.server.live.pool_scheduler import REFUSE_S, PoolScheduler
@@ -91,6 +92,8 @@ class Live:
         self.kube: KubeLink | None = None
         self.health = HealthService()
         self._listed: EndpointSet | EndpointsFile | None = None
+        #: With leader election: what the leader learned.
+        self._heir: Heir | None = None
 
     def stop(self) -> None:
         self._ending.asked.set()
@@ -114,6 +117,9 @@ class Live:
                     self.config, tracing, unready=self._reasons, gateway=self._beside, begun=self._begun
                 )
                 self._take(pool)
+            url = reachable(self.config.admin, pod_ip())
+            if self.config.kubernetes.leader_election.enabled and url:
+                self._heir = Heir(lambda: self.serving.states, url)
             if tracing is not None:
                 troubles, why = self.serving.troubles, "spans cannot be sent to tracing.endpoint; the log says why"
                 show_spans(self.serving.registry, lambda: tracing.dropped)
@@ -159,7 +165,7 @@ class Live:
             settle_memory()  # before any pool exists: pools come and go, and the collector must be able to free them
             stack.push_async_callback(serving.close)
             port = config.ext_proc.health_port
-            self.kube = KubePools(config.kubernetes, serving.open, self._set_ready, serving.kube, port)
+            self.kube = KubePools(config.kubernetes, serving.open, self._set_ready, serving.kube, port, self._heir)
             await self.kube.start(stack)
         else:
             await self._start_pool(stack, serving)
@@ -203,7 +209,9 @@ class Live:
         if config.kubernetes.on:
             port, defined = config.ext_proc.health_port, partial(pool.defined, "kubernetes")
             speaks = bool(self._beside.admins) and not self._beside.worker
-            self.kube = Kube(config.kubernetes, self._endpoint, defined, self._set_ready, pool.kube, port, speaks)
+            self.kube = Kube(
+                config.kubernetes, self._endpoint, defined, self._set_ready, pool.kube, port, self._heir, speaks
+            )
             await self.kube.start(stack)
         await pool.settle(stack)
         if not (pool.endpoints or config.endpoints.allow_empty or config.kubernetes.on) and await self._pool_size():
@@ -358,7 +366,9 @@ class Live:
         else:
             sources = serving.sources()
         settings = self.config.admin
-        access = admin_access(settings.hosts, settings.token_file, required=not self._beside.restarted)
+        heir = self._heir
+        free = () if heir is None else (heir.path,)
+        access = admin_access(settings.hosts, settings.token_file, not self._beside.restarted, free)
         serving.troubles.watch("admin-tokens", access.problem)
         self.admin = Admin(
             sources,
@@ -370,6 +380,7 @@ class Live:
             metrics=(settings.metrics_host or settings.host, settings.metrics_port) if settings.metrics_port else None,
             on_error=lambda page, error: log.error("an admin page failed", exc=error, page=page),
             pools=serving.pages if isinstance(serving, LivePools) else None,
+            secret=None if heir is None else (heir.path, heir.serve),
         )
         try:
             await self.admin.start()

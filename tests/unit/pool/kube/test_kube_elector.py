@@ -16,7 +16,7 @@ LEASES = ("coordination.k8s.io/v1", "leases")
 
 
 class Replica:
-    def __init__(self, kube: FakeKube, name: str, duration: float, address: str) -> None:
+    def __init__(self, kube: FakeKube, name: str, duration: float, address: str, page: str) -> None:
         self.client = KubeClient(Access(Where(kube.url), FixedSecret(Secret())), Random(1))
         self.history: list[bool] = []
         self.troubles: list[str] = []
@@ -28,6 +28,7 @@ class Replica:
             renew_s=duration * 0.6,
             retry_s=duration * 0.2,
             address=address,
+            page=page,
         )
         self.elector = Elector(self.client, settings, self.changed, on_trouble=self.troubles.append)
         self.task = asyncio.create_task(self.elector.run())
@@ -49,8 +50,8 @@ class Replica:
 async def replica(kube: FakeKube) -> AsyncIterator[Any]:
     made: list[Replica] = []
 
-    def make(name: str, duration: float = 30.0, address: str = "") -> Replica:
-        made.append(Replica(kube, name, duration, address))
+    def make(name: str, duration: float = 30.0, address: str = "", page: str = "") -> Replica:
+        made.append(Replica(kube, name, duration, address, page))
         return made[-1]
 
     yield make
@@ -89,6 +90,17 @@ async def test_who_goes_hands_over_at_once(kube: FakeKube, replica: Any, until: 
     assert await a.elector.successor(10) == "b"  # of a lease that would run out after 30 s
     await until(lambda: b.leads)
     assert lease(kube)["leaseTransitions"] == 1
+
+
+async def test_who_leads_next_knows_the_page_of_the_last_one(replica: Any, until: Any) -> None:
+    a = replica("a", page="http://10.0.0.1:9090/learned/x")
+    await until(lambda: a.leads)
+    b = replica("b", page="http://10.0.0.2:9090/learned/y")
+    await until(lambda: b.elector.holder == "a")
+    await a.elector.release()
+    await until(lambda: b.leads)
+    assert b.elector.page == "http://10.0.0.1:9090/learned/x"
+    await until(lambda: a.elector.page == "http://10.0.0.2:9090/learned/y")
 
 
 async def test_a_release_without_others_gives_up_waiting(kube: FakeKube, replica: Any, until: Any) -> None:

@@ -51,12 +51,12 @@ def test_only_a_change_begins_a_new_time() -> None:
 def test_what_is_written() -> None:
     first = claimed(None, "me", 10.0, 0.0)
     assert (first.holder, first.duration, first.transitions, first.version) == ("me", 10, 0, "")
-    taken = claimed(THEIRS, "me", 10.0, 0.0)
+    taken = claimed(THEIRS, "me", 10.0, 0.0, "10.0.0.1:9003", "http://10.0.0.1:9090/learned/x")
     assert (taken.transitions, taken.version, taken.acquired) == (4, "7", taken.renewed)
     kept = claimed(OURS, "me", 10.0, 0.0)
     assert (kept.transitions, kept.acquired, kept.renewed) == (3, "t0", micro_time(0.0))
     free = released(OURS, 0.0)
-    assert (free.holder, free.duration, free.version) == ("", 1, "7")
+    assert (free.holder, free.duration, free.version, free.address, free.page) == ("", 1, "7", "", "")
     assert micro_time(0.25) == "1970-01-01T00:00:00.250000Z"
     assert "resourceVersion" not in lease_object(first, "n", "x")["metadata"]
     assert read_lease(Raw(json.dumps(lease_object(taken, "n", "x")).encode())) == taken

@@ -1,0 +1,162 @@
+"""What the leader learned reaches the replica that leads next."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession
+
+from fairlead.compat.load import load
+from fairlead.config.building import build_pipeline
+from fairlead.config.plugins import build_hasher
+from fairlead.config.schema import Admin as Settings
+from fairlead.config.schema import StateSettings, Tls
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.events import EndpointUp
+from fairlead.core.request import Request
+from fairlead.lab.simulator.world import Kernel
+from fairlead.server.admin import Admin, AdminSources, admin_access
+from fairlead.server.live.heir import Heir, reachable
+from fairlead.server.state import StateFile
+
+CONFIG = load("policy: default", need_endpoints=False)
+HASHER = build_hasher(CONFIG)
+
+
+def prompt(number: int) -> Request:
+    chain = HASHER.chain(b"m", Random(number).randbytes(8000))
+    return Request(number, 0.0, model="m", prompt_tokens=2000, prompt_bytes=8000, prefix=chain)
+
+
+class Replica:
+    """A scheduler of one endpoint, with its admin port, where a token is needed."""
+
+    def __init__(self, directory: Path, name: str, pool: str) -> None:
+        self.pipeline = build_pipeline(CONFIG, Kernel(), Random(0))
+        settings = StateSettings(interval=0.05)
+        feed = self.pipeline.handle
+        self.file = StateFile(directory / name, settings, self.pipeline, HASHER, feed, lambda: 0.0)
+        self.states = {pool: self.file}
+        self.heir = Heir(lambda: self.states, "http://127.0.0.1:PORT")
+        token = directory / "token"
+        token.write_text("secret")
+        nothing = AdminSources(metrics=tuple, unready=list, endpoints=list, decisions=lambda count: ())
+        access = admin_access((), str(token), free=(self.heir.path,))
+        self.admin = Admin(nothing, port=0, debug=False, access=access, secret=(self.heir.path, self.heir.serve))
+        self.elector = SimpleNamespace(leading=False, page="")
+        self.task: asyncio.Task[None] | None = None
+
+    async def start(self) -> "Replica":
+        await self.file.start()
+        endpoint = Endpoint("e", "10.0.0.1:8000")
+        self.pipeline.handle(EndpointUp(endpoint))
+        self.file.joined(endpoint)
+        await self.admin.start()
+        return self
+
+    @property
+    def page(self) -> str:
+        return self.heir.page.replace("PORT", str(self.admin.port))
+
+    def follow(self, page: str) -> None:
+        elector: Any = self.elector
+        elector.page = page
+        self.task = asyncio.create_task(self.heir.run(elector))
+
+    def lead(self) -> None:
+        self.elector.leading = True
+        self.heir.changed()
+
+    def serve(self, number: int) -> None:
+        fleet = self.pipeline.fleet
+        fleet.ledger.release(fleet.charge(prompt(number), 0, 0.0, 0, 10.0))
+
+    def knows(self, number: int) -> bool:
+        return self.pipeline.fleet.match(prompt(number)) is not None
+
+    async def end(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.gather(self.task, return_exceptions=True)
+        await self.admin.close()
+        await self.file.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture(params=["", "team-a/llama"], ids=["one pool", "several"])
+async def two(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[tuple[Replica, Replica]]:
+    leader, standby = [await Replica(tmp_path, name, request.param).start() for name in ("a.state", "b.state")]
+    yield leader, standby
+    for replica in (leader, standby):
+        await replica.end()
+
+
+async def test_a_leader_that_stops_tells_everything(two: tuple[Replica, Replica]) -> None:
+    leader, standby = two
+    standby.follow(leader.page)
+    leader.serve(1)
+    await leader.heir.bequeath()
+    standby.lead()
+    await until(lambda: standby.knows(1))
+
+
+async def test_of_a_leader_that_died_counts_what_was_read_last(two: tuple[Replica, Replica]) -> None:
+    leader, standby = two
+    leader.serve(1)
+    await leader.file.write()
+    standby.follow(leader.page)
+    await asyncio.sleep(0.5)
+    await leader.admin.close()
+    assert not standby.knows(1), "a standby only keeps it"
+    standby.lead()
+    await until(lambda: standby.knows(1))
+
+
+async def test_a_leader_that_cannot_be_reached_tells_nothing(two: tuple[Replica, Replica]) -> None:
+    leader, standby = two
+    standby.serve(2)
+    await leader.admin.close()
+    standby.follow(leader.page)
+    standby.lead()
+    await asyncio.sleep(0.5)
+    assert standby.knows(2)
+    assert standby.task is not None and not standby.task.done()
+
+
+async def test_only_who_knows_the_path_reads_the_page(two: tuple[Replica, Replica]) -> None:
+    leader, _ = two
+    await leader.file.write()
+    async with ClientSession() as session:
+        for url, status in (
+            (f"{leader.page}?pool={next(iter(leader.states))}", 200),
+            (leader.page + "?pool=other", 404),
+            (leader.page[:-1], 401),
+            (leader.page.rpartition("/")[0], 401),
+        ):
+            async with session.get(url) as answer:
+                assert answer.status == status, url
+
+
+@pytest.mark.parametrize(
+    ("settings", "url"),
+    [
+        (Settings(host="::", port=9090), "http://10.0.0.1:9090"),
+        (Settings(port=9091, metrics_host="0.0.0.0", metrics_port=9090), "http://10.0.0.1:9090"),
+        (Settings(port=9090), ""),
+        (Settings(host="localhost", port=9090), ""),
+        (Settings(host="::", port=0), ""),
+        (Settings(host="::", port=9090, tls=Tls(cert_dir="/tls")), ""),
+    ],
+)
+def test_where_other_pods_reach_it(settings: Settings, url: str) -> None:
+    assert reachable(settings, "10.0.0.1") == url
+    assert reachable(settings, "") == ""
