@@ -123,8 +123,7 @@ class Watch:
         self.decision_id: DecisionId | None = None  # `None` = our decisions have no ids
         self._peers_load, self.any_role = PeersLoad(), False  # whether servers of one role get whole requests too
         self._alone: Callable[[], bool] = lambda: False
-        #: Whether gateways ask another process; the load is not measured then. By default that of this pool's lease.
-        self.standby: Callable[[], bool] = lambda: self.kube.standby
+        self.standby: Callable[[], bool] = lambda: self.kube.standby  # gateways ask another one: measure no load
         self._measured = False, False, 0  # `standby()`, `_alone()`, the breaks of the peers' load at the last reading
         #: Receives every counted record too; `None` = the dashboard has no viewer.
         self.recent: Recent | None = None
