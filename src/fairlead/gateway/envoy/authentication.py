@@ -18,18 +18,17 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from fairlead.core.errors import ConfigError
 from fairlead.core.headers import FAIRNESS_HEADERS
 from fairlead.gateway.envoy.options import Jwt, Options, replace_watched
+from fairlead.gateway.envoy.parts import Json, extension, from_file, lua, typed
 
 if TYPE_CHECKING:
     from fairlead.config.schema import JwtSettings
-
-Json = dict[str, Any]
 
 #: The header with the tenant's name: removed at entry, then set by the filter that identifies the client.
 TENANT = FAIRNESS_HEADERS[0]
@@ -44,13 +43,7 @@ JWKS, JWKS_CA = "jwks", "fairlead.jwks_ca"
 #: Size limit of the keys file; enough for 10,000 keys with lines of 100 bytes.
 MAX_BYTES = 1 << 20
 
-_LUA = "type.googleapis.com/envoy.extensions.filters.http.lua.v3.Lua"
-_JWT = "type.googleapis.com/envoy.extensions.filters.http.jwt_authn.v3.JwtAuthentication"
-_RBAC = "type.googleapis.com/envoy.extensions.filters.http.rbac.v3.RBAC"
-_INJECTOR = "type.googleapis.com/envoy.extensions.filters.http.credential_injector.v3.CredentialInjector"
-_GENERIC = "type.googleapis.com/envoy.extensions.http.injected_credentials.generic.v3.Generic"
-_SECRET = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.Secret"
-_RESOURCE = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig"
+_SECRET = "envoy.extensions.transport_sockets.tls.v3.Secret"
 _DIGEST = re.compile("[0-9a-f]{64}", re.IGNORECASE)
 _NAME = re.compile("[A-Za-z0-9._:@/+-]{1,128}")
 _LINE = "the SHA-256 of a key in hex, a tenant, and optionally expires=2030-01-31; `fairlead key` makes such lines"
@@ -179,9 +172,15 @@ def upstream_token(options: Options) -> list[Json]:
         return []
     file = options.upstream_token_file
     secret = followed_secret(UPSTREAM, file) if file else {"name": UPSTREAM}
-    generic = {"@type": _GENERIC, "credential": secret, "header": "authorization", "header_value_prefix": "Bearer "}
-    credential = {"name": "envoy.http.injected_credentials.generic", "typed_config": generic}
-    return [_filter(UPSTREAM, {"@type": _INJECTOR, "overwrite": True, "credential": credential})]
+    credential = extension(
+        "envoy.http.injected_credentials.generic",
+        "http.injected_credentials.generic.v3.Generic",
+        credential=secret,
+        header="authorization",
+        header_value_prefix="Bearer ",
+    )
+    injector = "filters.http.credential_injector.v3.CredentialInjector"
+    return [extension(UPSTREAM, injector, overwrite=True, credential=credential)]
 
 
 def static_secrets(options: Options) -> list[Json]:
@@ -192,7 +191,7 @@ def static_secrets(options: Options) -> list[Json]:
 
 def followed_secret(name: str, path: str) -> Json:
     """The reference to a secret in a file that Envoy follows."""
-    return {"name": name, "sds_config": {"path_config_source": {"path": path}, "resource_api_version": "V3"}}
+    return {"name": name, "sds_config": from_file(path)}
 
 
 def _secret(source: Json) -> Json:
@@ -203,15 +202,13 @@ def authentication(options: Options) -> list[Json]:
     """The filters, in the order in which they act; none if no authentication is configured."""
     filters = []
     if options.jwt is not None:
-        typed = _jwt(options.jwt, optional=options.asks_for_keys)
-        filters.append(_followed(JWT, options.jwt_file, typed) if options.jwt_file else _filter(JWT, typed))
+        filters.append(_followed(_jwt(options.jwt, optional=options.asks_for_keys), options.jwt_file))
     if options.asks_for_keys:
-        typed = _lua(options.keys_script)
-        filters.append(_followed(KEYS, options.keys_file, typed) if options.keys_file else _filter(KEYS, typed))
+        filters.append(_followed(lua(KEYS, options.keys_script), options.keys_file))
     if filters:
         named = {"permissions": [{"header": {"name": TENANT, "present_match": True}}], "principals": [{"any": True}]}
         rules = {"action": "ALLOW", "policies": {"named": named}}
-        filters.append({"name": NAMED, "typed_config": {"@type": _RBAC, "rules": rules}})
+        filters.append(extension(NAMED, "filters.http.rbac.v3.RBAC", rules=rules))
     return filters
 
 
@@ -236,7 +233,8 @@ def _jwt(jwt: Jwt, optional: bool) -> Json:
     if optional:
         requires = {"requires_any": {"requirements": [requires, {"allow_missing_or_failed": {}}]}}
     rules = [{"match": {"prefix": "/"}, "requires": requires}]
-    return {"@type": _JWT, "providers": {"issuer": provider}, "rules": rules}
+    kind = "filters.http.jwt_authn.v3.JwtAuthentication"
+    return extension(JWT, kind, providers={"issuer": provider}, rules=rules)
 
 
 _SOURCE = """
@@ -318,44 +316,42 @@ def script(keys: Iterable[Key], forward: bool) -> str:
     return values + _SOURCE
 
 
-def _lua(source: str) -> Json:
-    return {"@type": _LUA, "default_source_code": {"inline_string": source}}
+def _followed(filter_: Json, path: str) -> Json:
+    """The filter with its content in a file that `_write` writes and Envoy follows; empty = the filter as it is."""
+    if not path:
+        return filter_
+    types = [filter_["typed_config"]["@type"]]
+    return {"name": filter_["name"], "config_discovery": {"config_source": from_file(path), "type_urls": types}}
 
 
-def _filter(name: str, typed: Json) -> Json:
-    return {"name": name, "typed_config": typed}
+def _write(path: Path, resource: Json) -> None:
+    """Write a new version of a part of the configuration. Raises `OSError` on disk errors; the old version then stays
+    in force."""
+    replace_watched(path, json.dumps({"resources": [resource]}))
 
 
-def _followed(name: str, path: str, typed: Json) -> Json:
-    """The filter with its content in a file that `_write` writes and Envoy follows."""
-    source = {"path_config_source": {"path": path}, "resource_api_version": "V3"}
-    return {"name": name, "config_discovery": {"config_source": source, "type_urls": [typed["@type"]]}}
-
-
-def _write(path: Path, name: str, typed: Json) -> None:
-    """Write a new version of a filter. Raises `OSError` on disk errors; the old version then stays in force."""
-    replace_watched(path, json.dumps({"resources": [{"@type": _RESOURCE, **_filter(name, typed)}]}))
+def _write_filter(path: Path, filter_: Json) -> None:
+    _write(path, typed("envoy.config.core.v3.TypedExtensionConfig", **filter_))
 
 
 def write_jwt(path: Path, jwt: Jwt, optional: bool) -> None:
     """Write the filter for tokens, for `Options.jwt_file`. `optional`: a client without a valid token may use a key
     instead. Raises `OSError` on disk errors."""
-    _write(path, JWT, _jwt(jwt, optional))
+    _write_filter(path, _jwt(jwt, optional))
 
 
 def write_upstream_token(path: Path, token: str) -> None:
     """Write the model servers' token, for `Options.upstream_token_file`: as a secret, which Envoy's admin page hides.
     Raises `OSError` on disk errors."""
-    replace_watched(path, json.dumps({"resources": [{"@type": _SECRET, **_secret({"inline_string": token})}]}))
+    _write(path, typed(_SECRET, **_secret({"inline_string": token})))
 
 
 def write_authorities(path: Path, pem: str) -> None:
     """Write the authorities that the issuer's server is checked by, for `Options.jwks_ca_file`. Raises `OSError` on
     disk errors."""
-    secret = {"@type": _SECRET, "name": JWKS_CA, "validation_context": {"trusted_ca": {"inline_string": pem}}}
-    replace_watched(path, json.dumps({"resources": [secret]}))
+    _write(path, typed(_SECRET, name=JWKS_CA, validation_context={"trusted_ca": {"inline_string": pem}}))
 
 
 def write_keys(path: Path, keys: Iterable[Key], forward: bool) -> None:
     """Write the filter for keys, for `Options.keys_file`. Raises `OSError` on disk errors."""
-    _write(path, KEYS, _lua(script(keys, forward)))
+    _write_filter(path, lua(KEYS, script(keys, forward)))

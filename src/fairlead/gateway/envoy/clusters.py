@@ -7,13 +7,13 @@ import os
 from base64 import b64encode
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.core.headers import DESTINATION, FALLBACK, OWN_NAMESPACE
 from fairlead.gateway.envoy.authentication import JWKS, JWKS_CA, followed_secret
 from fairlead.gateway.envoy.options import Address, Jwt, Options, Tls, parse_address, parse_endpoint, replace_watched
+from fairlead.gateway.envoy.parts import Json, extension, from_file, typed
 from fairlead.gateway.ext_proc import LB_NAMESPACE
 
 # The pool as a file that Envoy watches (endpoint discovery from a file, EDS).
@@ -33,12 +33,12 @@ CHECK_S = 1.0
 _ASSIGNMENT = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
 
 
-def assignment(addresses: Iterable[str]) -> dict[str, Any]:
+def assignment(addresses: Iterable[str]) -> Json:
     """A ClusterLoadAssignment. Raises `ConfigError` for an address that is not `ip:port`."""
     return {"cluster_name": CLUSTER, "endpoints": [{"lb_endpoints": [_lb_endpoint(address) for address in addresses]}]}
 
 
-def _lb_endpoint(address: str) -> dict[str, Any]:
+def _lb_endpoint(address: str) -> Json:
     return {"endpoint": {"address": envoy_address(parse_endpoint(address))}}
 
 
@@ -134,8 +134,6 @@ class PoolWriter:
 
 # What Envoy connects to: the scheduler, its access log service, the chosen endpoint, and the whole pool.
 
-Json = dict[str, Any]
-
 EXT_PROC = "ext_proc"
 ALS = "als"
 DESTINATION_CLUSTER = "dst"
@@ -152,7 +150,6 @@ EITHER, GRPC_EITHER = "dst_or_second", "dst_or_second_grpc"
 FALLBACK_DESTINATION, GRPC_FALLBACK = "dst_second", "dst_second_grpc"
 
 _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
-_TLS_CONTEXT = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
 #: Practically no limit, in both directions, because limiting the load on model servers is the scheduler's task.
 _MANY = 40_000
 #: Also no limit on concurrent retries, of which Envoy allows three by default.
@@ -161,18 +158,10 @@ _WIDE = {
         {"max_connections": _MANY, "max_pending_requests": _MANY, "max_requests": _MANY, "max_retries": _MANY}
     ]
 }
-_WASM = "type.googleapis.com/envoy.extensions.filters.http.wasm.v3.Wasm"
-_UPSTREAM_CODEC = "type.googleapis.com/envoy.extensions.filters.http.upstream_codec.v3.UpstreamCodec"
 #: Of a retry policy: not the same host again.
 OTHER_HOSTS = [
-    {
-        "name": "envoy.retry_host_predicates.previous_hosts",
-        "typed_config": {
-            "@type": "type.googleapis.com/envoy.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
-        },
-    }
+    extension("envoy.retry_host_predicates.previous_hosts", "retry.host.previous_hosts.v3.PreviousHostsPredicate")
 ]
-_COMPOSITE = "type.googleapis.com/envoy.extensions.clusters.composite.v3.ClusterConfig"
 
 
 def seconds(value: float) -> str:
@@ -212,10 +201,12 @@ def _destinations(protocol: Json, chosen: str, fallback: str, either: str, hold:
     composite cluster has one cluster per attempt, and no host for a third. `hold`: hold response headers until the
     first byte.
     """
-    first_then_fallback = {"@type": _COMPOSITE, "clusters": [{"name": chosen}, {"name": fallback}]}
+    chosen_first = [{"name": chosen}, {"name": fallback}]
     composite: Json = {
         "name": either,
-        "cluster_type": {"name": "envoy.clusters.composite", "typed_config": first_then_fallback},
+        "cluster_type": extension(
+            "envoy.clusters.composite", "clusters.composite.v3.ClusterConfig", clusters=chosen_first
+        ),
         "connect_timeout": "5s",
         "lb_policy": "CLUSTER_PROVIDED",
         "circuit_breakers": _WIDE,
@@ -283,8 +274,8 @@ def _held(protocol: Json) -> Json:
         "allow_on_headers_stop_iteration": True,
         "vm_config": {"vm_id": "hold", "runtime": "envoy.wasm.runtime.v8", "code": code},
     }
-    hold = {"name": "envoy.filters.http.wasm", "typed_config": {"@type": _WASM, "config": plugin}}
-    codec = {"name": "envoy.filters.http.upstream_codec", "typed_config": {"@type": _UPSTREAM_CODEC}}
+    hold = extension("envoy.filters.http.wasm", "filters.http.wasm.v3.Wasm", config=plugin)
+    codec = extension("envoy.filters.http.upstream_codec", "filters.http.upstream_codec.v3.UpstreamCodec")
     return {_HTTP_OPTIONS: {**protocol[_HTTP_OPTIONS], "http_filters": [hold, codec]}}
 
 
@@ -324,15 +315,10 @@ def _pool(options: Options, name: str, protocol: Json) -> Json:
         },
     }
     if options.endpoints_file:
-        source = {
-            "path": options.endpoints_file,
-            "watched_directory": {"path": os.path.dirname(options.endpoints_file) or "."},
-        }
+        directory = {"path": os.path.dirname(options.endpoints_file) or "."}
+        source = from_file(options.endpoints_file, watched_directory=directory)
         cluster["type"] = "EDS"
-        cluster["eds_cluster_config"] = {
-            "service_name": POOL,
-            "eds_config": {"path_config_source": source, "resource_api_version": "V3"},
-        }
+        cluster["eds_cluster_config"] = {"service_name": POOL, "eds_config": source}
     else:
         cluster["type"] = "STATIC"
         cluster["load_assignment"] = assignment(options.endpoints)
@@ -354,8 +340,7 @@ def _uploads() -> Json:
 
 def _protocol(explicit: Json, common: Json | None = None) -> Json:
     """The protocol that a cluster speaks. `common`: options of every protocol."""
-    typed = {"@type": f"type.googleapis.com/{_HTTP_OPTIONS}", **(common or {}), "explicit_http_config": explicit}
-    return {_HTTP_OPTIONS: typed}
+    return {_HTTP_OPTIONS: typed(_HTTP_OPTIONS, **(common or {}), explicit_http_config=explicit)}
 
 
 def _ext_proc(options: Options) -> Json:
@@ -474,7 +459,7 @@ def _tls(tls: Tls, address: Address, protocol: str) -> Json:
             kind = "IP_ADDRESS" if not tls.server_name and address.literal else "DNS"
             context["match_typed_subject_alt_names"] = [{"san_type": kind, "matcher": {"exact": name}}]
         common["validation_context"] = context
-    typed: Json = {"@type": _TLS_CONTEXT, "common_tls_context": common}
-    if name and not (address.literal and not tls.server_name):
-        typed["sni"] = name  # RFC 6066, section 3: no literal addresses
-    return {"name": "envoy.transport_sockets.tls", "typed_config": typed}
+    named = name and not (address.literal and not tls.server_name)  # RFC 6066, section 3: no literal addresses
+    sni = {"sni": name} if named else {}
+    kind = "transport_sockets.tls.v3.UpstreamTlsContext"
+    return extension("envoy.transport_sockets.tls", kind, common_tls_context=common, **sni)

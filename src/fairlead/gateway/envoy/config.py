@@ -1,7 +1,5 @@
 """The embedded Envoy's configuration: listener, routes, filters, access log."""
 
-from typing import Any
-
 import yaml
 from msgspec.structs import replace
 
@@ -31,6 +29,7 @@ from fairlead.gateway.envoy.admin import LISTENER
 from fairlead.gateway.envoy.authentication import authentication, static_secrets, upstream_token
 from fairlead.gateway.envoy.clusters import EXT_PROC, OTHER_HOSTS, UPLOADS, als, clusters, seconds
 from fairlead.gateway.envoy.options import Options
+from fairlead.gateway.envoy.parts import Json, extension, typed
 from fairlead.gateway.envoy.process import STAT_PREFIX
 from fairlead.gateway.envoy.routes import CHUNKED, CORS, LARGE, RECEIVED, local_replies, noted, route_config
 from fairlead.gateway.envoy.uploads import bound, discard
@@ -41,12 +40,6 @@ from fairlead.gateway.ext_proc import LB_NAMESPACE
 AT_ENTRY: tuple[str, ...] = tuple(sorted(CONTROL_HEADERS))
 
 # What Envoy reports about each request: to the scheduler (ALS), and to the operator (a JSON line).
-
-Json = dict[str, Any]
-
-_ALS = "type.googleapis.com/envoy.extensions.access_loggers.grpc.v3.HttpGrpcAccessLogConfig"
-_FILE = "type.googleapis.com/envoy.extensions.access_loggers.file.v3.FileAccessLog"
-_STDOUT = "type.googleapis.com/envoy.extensions.access_loggers.stream.v3.StdoutAccessLog"
 
 LINE = {
     "time": "%START_TIME%",
@@ -71,11 +64,10 @@ def access_logs(options: Options) -> list[Json]:
     for cluster in als(options):
         logs += [_als(options, cluster, SUMMARY_TAG, SUMMARY), _uploads_log(options, cluster)]
     if options.access_log:
-        typed: Json = {"@type": _STDOUT if options.access_log == "-" else _FILE}
-        if options.access_log != "-":
-            typed["path"] = options.access_log
-        typed["log_format"] = {"json_format": LINE}
-        logs.append({"name": "envoy.access_loggers.lines", "typed_config": typed})
+        kind, where = "access_loggers.file.v3.FileAccessLog", {"path": options.access_log}
+        if options.access_log == "-":
+            kind, where = "access_loggers.stream.v3.StdoutAccessLog", {}
+        logs.append(extension("envoy.access_loggers.lines", kind, **where, log_format={"json_format": LINE}))
     return logs
 
 
@@ -91,10 +83,8 @@ def _als(options: Options, cluster: str, tag: str, value: str) -> Json:
         "grpc_service": {"envoy_grpc": {"cluster_name": cluster}},
         "custom_tags": [{"tag": tag, "value": value}],
     }
-    return {
-        "name": "envoy.access_loggers.http_grpc",
-        "typed_config": {"@type": _ALS, "common_config": common},
-    }
+    kind = "access_loggers.grpc.v3.HttpGrpcAccessLogConfig"
+    return extension("envoy.access_loggers.http_grpc", kind, common_config=common)
 
 
 def _uploads_log(options: Options, cluster: str) -> Json:
@@ -125,12 +115,6 @@ def _uploads_log(options: Options, cluster: str) -> Json:
 
 _FORWARDED = sorted({*READ_HEADERS, GATEWAY_ID, GRPC_STATUS, ":status"})
 
-_EXT_PROC = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor"
-_BUFFER = "type.googleapis.com/envoy.extensions.filters.http.buffer.v3.Buffer"
-_FILTER_STATE = "type.googleapis.com/envoy.extensions.filters.http.set_filter_state.v3.Config"
-_CORS = "type.googleapis.com/envoy.extensions.filters.http.cors.v3.Cors"
-_ROUTER = "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"
-
 #: Response mode -> (headers, body).
 _RESPONSE = {
     "first-chunk": ("SKIP", "STREAMED"),
@@ -160,10 +144,8 @@ def http_filters(options: Options) -> list[Json]:
     """The filters for ordinary requests."""
     filters = [_received(), {**_ext_proc(options, "BUFFERED"), "disabled": True}, router()]
     if options.request_mode == "whole":
-        buffer = {
-            "name": "envoy.filters.http.buffer",
-            "typed_config": {"@type": _BUFFER, "max_request_bytes": options.body_limit},
-        }
+        kind = "filters.http.buffer.v3.Buffer"
+        buffer = extension("envoy.filters.http.buffer", kind, max_request_bytes=options.body_limit)
         # The router keeps what it may have to send again in the same place where ext_proc keeps what it has to pass on.
         # With request trailers, ext_proc passes the body on twice, and the model server would get it twice (measured,
         # 1.40): the bytes after the first would be read as its next request. A second buffer makes the router see each
@@ -192,19 +174,20 @@ def upgrade_filters(options: Options) -> list[Json]:
 def _cors(options: Options) -> list[Json]:
     """The filter that answers browsers' questions, and adds to all answers what lets pages read them (`routes`). It
     comes before the filters for keys: a browser never sends one with its question."""
-    return [{"name": CORS, "typed_config": {"@type": _CORS}}] if options.allowed_origins else []
+    return [extension(CORS, "filters.http.cors.v3.Cors")] if options.allowed_origins else []
 
 
 def _received() -> Json:
     """Marks the request as received: other deadlines apply from now on (`routes`)."""
     value = {"text_format_source": {"inline_string": "1"}}
     note = {"object_key": RECEIVED, "factory_key": "envoy.string", "format_string": value}
-    typed = {"@type": _FILTER_STATE, "on_request_headers": [note], "clear_route_cache": True}
-    return {"name": "envoy.filters.http.set_filter_state", "typed_config": typed}
+    kind = "filters.http.set_filter_state.v3.Config"
+    name = "envoy.filters.http.set_filter_state"
+    return extension(name, kind, on_request_headers=[note], clear_route_cache=True)
 
 
 def router() -> Json:
-    return {"name": "envoy.filters.http.router", "typed_config": {"@type": _ROUTER, "suppress_envoy_headers": True}}
+    return extension("envoy.filters.http.router", "filters.http.router.v3.Router", suppress_envoy_headers=True)
 
 
 def _ext_proc(options: Options, body_mode: str) -> Json:
@@ -216,7 +199,6 @@ def _ext_proc(options: Options, body_mode: str) -> Json:
     if not options.fail_open:
         grpc["retry_policy"] = _ASK_AGAIN
     config: Json = {
-        "@type": _EXT_PROC,
         "grpc_service": grpc,
         "failure_mode_allow": options.fail_open,
         "status_on_error": {"code": "ServiceUnavailable"},
@@ -244,20 +226,13 @@ def _ext_proc(options: Options, body_mode: str) -> Json:
         config["send_body_without_waiting_for_header_response"] = True
     if headers == "SKIP" and body != "NONE":
         config["response_attributes"] = ["response.code", ATTEMPTS, ANSWERED_BY]
-    return {"name": "envoy.filters.http.ext_proc", "typed_config": config}
+    return extension("envoy.filters.http.ext_proc", "filters.http.ext_proc.v3.ExternalProcessor", **config)
 
 
 # `build(options)`: Envoy's bootstrap as plain data, for Envoy 1.40; reasons: tests/integration/pitfalls/README.md.
 #
 # The path of a request: headers that name machines are removed → (buffer) → ext_proc queries the scheduler → the route
 # is chosen by the metadata of its answer → that endpoint, or round robin over the pool if there was no answer.
-
-_HCM = "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
-_EARLY = "type.googleapis.com/envoy.extensions.http.early_header_mutation.header_mutation.v3.HeaderMutation"
-_CONNECTIONS = "type.googleapis.com/envoy.extensions.resource_monitors.downstream_connections.v3"
-_HEAP = "type.googleapis.com/envoy.extensions.resource_monitors.fixed_heap.v3.FixedHeapConfig"
-_INTERNAL = "type.googleapis.com/envoy.extensions.bootstrap.internal_listener.v3.InternalListener"
-_TIMEOUTS = "type.googleapis.com/envoy.config.overload.v3.ScaleTimersOverloadActionConfig"
 
 #: Size of one connection's buffers. Bodies have their own limit.
 _CONNECTION_BUFFER = 32_768
@@ -292,7 +267,9 @@ def build(options: Options) -> Json:
     bootstrap: Json = {
         "node": {"id": "fairlead", "cluster": "fairlead"},
         "static_resources": {"listeners": listeners, "clusters": clusters(options)},
-        "bootstrap_extensions": [{"name": "envoy.bootstrap.internal_listener", "typed_config": {"@type": _INTERNAL}}],
+        "bootstrap_extensions": [
+            extension("envoy.bootstrap.internal_listener", "bootstrap.internal_listener.v3.InternalListener")
+        ],
         "layered_runtime": {"layers": [{"name": "fairlead", "static_layer": _RUNTIME}]},
         "overload_manager": _overload(options),
         "memory_allocator_manager": _MEMORY,
@@ -361,7 +338,6 @@ def _connection_manager(options: Options, outside: bool = True) -> Json:
     at_entry += ({"append": {"header": header, **set_it}} for header in (own_id, chunked))
     at_entry += [{"append": {"header": _CLIENT, "append_action": "APPEND_IF_EXISTS_OR_ADD"}}] * outside
     config: Json = {
-        "@type": _HCM,
         "stat_prefix": STAT_PREFIX if outside else UPLOADS,
         "codec_type": "AUTO" if outside else "HTTP2",
         "generate_request_id": True,
@@ -388,10 +364,11 @@ def _connection_manager(options: Options, outside: bool = True) -> Json:
         "request_timeout": seconds(options.queue_timeout + 300),
         "stream_idle_timeout": idle,
         "early_header_mutation_extensions": [
-            {
-                "name": "envoy.http.early_header_mutation.header_mutation",
-                "typed_config": {"@type": _EARLY, "mutations": at_entry},
-            }
+            extension(
+                "envoy.http.early_header_mutation.header_mutation",
+                "http.early_header_mutation.header_mutation.v3.HeaderMutation",
+                mutations=at_entry,
+            )
         ],
         "upgrade_configs": [
             {"upgrade_type": "websocket", "filters": [*asks, *token, *upgrade_filters(options)]},
@@ -405,25 +382,25 @@ def _connection_manager(options: Options, outside: bool = True) -> Json:
     logs = access_logs(options)
     if logs:
         config["access_log"] = logs
-    return {"name": "envoy.filters.network.http_connection_manager", "typed_config": config}
+    kind = "filters.network.http_connection_manager.v3.HttpConnectionManager"
+    return extension("envoy.filters.network.http_connection_manager", kind, **config)
 
 
 def _overload(options: Options) -> Json:
-    limit = {"@type": f"{_CONNECTIONS}.DownstreamConnectionsConfig"}
-    limit["max_active_downstream_connections"] = options.max_connections  # type: ignore[assignment]
-    manager: Json = {
-        "refresh_interval": "0.1s",
-        "resource_monitors": [
-            {"name": "envoy.resource_monitors.global_downstream_max_connections", "typed_config": limit}
-        ],
-    }
+    connections = extension(
+        "envoy.resource_monitors.global_downstream_max_connections",
+        "resource_monitors.downstream_connections.v3.DownstreamConnectionsConfig",
+        max_active_downstream_connections=options.max_connections,
+    )
+    manager: Json = {"refresh_interval": "0.1s", "resource_monitors": [connections]}
     if options.max_heap:
-        heap = {"@type": _HEAP, "max_heap_size_bytes": options.max_heap}
-        manager["resource_monitors"].append({"name": "envoy.resource_monitors.fixed_heap", "typed_config": heap})
+        kind = "resource_monitors.fixed_heap.v3.FixedHeapConfig"
+        heap = extension("envoy.resource_monitors.fixed_heap", kind, max_heap_size_bytes=options.max_heap)
+        manager["resource_monitors"].append(heap)
         manager["buffer_factory_config"] = {"minimum_account_to_track_power_of_two": _COUNTED_FROM}
         # A share, so that an answer may still be silent for hours.
         upload = {"timer": "HTTP_DOWNSTREAM_STREAM_IDLE", "min_scale": {"value": _HURRIED_PERCENT}}
-        hurry = {"@type": _TIMEOUTS, "timer_scale_factors": [upload]}
+        hurry = typed("envoy.config.overload.v3.ScaleTimersOverloadActionConfig", timer_scale_factors=[upload])
         manager["actions"] = [
             {**_action("reduce_timeouts", *_HEAP_HURRY), "typed_config": hurry},
             _action("reset_high_memory_stream", *_HEAP_RESET),

@@ -19,6 +19,7 @@ from fairlead.gateway.envoy.binary import FORMAT, find_envoy
 from fairlead.gateway.envoy.clusters import EndpointsFile
 from fairlead.gateway.envoy.config import build
 from fairlead.gateway.envoy.options import Options
+from fairlead.gateway.envoy.parts import from_file, typed
 from fairlead.gateway.envoy.process import (
     ADMIN_SOCKET,
     BOOTSTRAP,
@@ -35,7 +36,6 @@ _PREFIX = "fairlead-"
 _STARTS_S = 60.0
 #: The options that name a file in the gateway's directory, which Envoy follows.
 _FOLLOWED = ("keys_file", "jwt_file", "jwks_ca_file", "upstream_token_file")
-_LISTENER = "type.googleapis.com/envoy.config.listener.v3.Listener"
 
 
 class Plan(Struct, frozen=True):
@@ -129,9 +129,8 @@ def _write(directory: Path, number: int, binary: str, options: Options) -> list[
     """Write the files of one Envoy. All Envoys share the listener. Returns the command."""
     bootstrap = build(options)
     # The client listener starts later: Envoy opens it when its file is moved over the empty one.
-    listener = {"@type": _LISTENER, **bootstrap["static_resources"]["listeners"].pop(0)}
-    source = {"path": str(directory / LISTENERS)}
-    bootstrap["dynamic_resources"] = {"lds_config": {"path_config_source": source, "resource_api_version": "V3"}}
+    listener = typed("envoy.config.listener.v3.Listener", **bootstrap["static_resources"]["listeners"].pop(0))
+    bootstrap["dynamic_resources"] = {"lds_config": from_file(str(directory / LISTENERS))}
     for name, listeners in ((LISTENERS_LATER, [listener]), (LISTENERS, [])):  # in this order: see `remove_leftovers`
         (directory / name).write_text(json.dumps({"resources": listeners}), encoding="utf-8")
     file = directory / BOOTSTRAP.format(number)

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 from fairlead.apis.errors import ANTHROPIC_TYPES, TYPES
 from fairlead.core.apis import ANYWHERE, EXACT
@@ -22,10 +21,9 @@ from fairlead.gateway.envoy.clusters import (
     seconds,
 )
 from fairlead.gateway.envoy.options import Options
+from fairlead.gateway.envoy.parts import Json, extension, typed
 from fairlead.gateway.envoy.uploads import BOUND, DISCARD, DISCARDED, TOO_LARGE, WHY, bound
 from fairlead.gateway.ext_proc import LB_NAMESPACE, LEASE_KEY
-
-Json = dict[str, Any]
 
 #: Headers removed before the model server: those that only the scheduler reads, and the destination, which this gateway
 #: takes from metadata. Headers that name a machine were already removed at entry.
@@ -71,14 +69,11 @@ RECEIVING = (
     "envoy.filters.http.buffer.again",
 )
 #: A body over HTTP/2 need not be announced. If one arrives nevertheless, no more than a connection's buffer is kept.
-_NO_BODY = {
-    "@type": "type.googleapis.com/envoy.extensions.filters.http.buffer.v3.BufferPerRoute",
-    "buffer": {"max_request_bytes": 1},
-}
+_NO_BODY = typed("envoy.extensions.filters.http.buffer.v3.BufferPerRoute", buffer={"max_request_bytes": 1})
 #: The name of the filter for browsers (CORS).
 CORS = "envoy.filters.http.cors"
-_FILTER = "type.googleapis.com/envoy.config.route.v3.FilterConfig"
-_OFF, _ON = {"@type": _FILTER, "disabled": True}, {"@type": _FILTER, "config": {}}
+_FILTER = "envoy.config.route.v3.FilterConfig"
+_OFF, _ON = typed(_FILTER, disabled=True), typed(_FILTER, config={})
 #: A cluster that does not exist. Its routes refuse like a direct response, which the filter for browsers would ignore.
 _NOWHERE = "none"
 _NOT_FOUND = {"cluster": _NOWHERE, "cluster_not_found_response_code": "NOT_FOUND"}
@@ -146,7 +141,6 @@ def _limits(options: Options) -> Json:
 
 # Routes: to the chosen endpoint, otherwise to the whole pool; and the text of Envoy's own errors.
 
-_CEL_FILTER = "type.googleapis.com/envoy.extensions.access_loggers.filters.cel.v3.ExpressionFilter"
 #: Retry only if the request has certainly not begun, because generating twice costs as much as twice the requests: if
 #: no connection was made, nothing was written to it, or an HTTP/2 server says so (REFUSED_STREAM, RFC 9113 section
 #: 8.7).
@@ -200,7 +194,6 @@ def route_config(options: Options, outside: bool = True) -> Json:
 def _cors(origins: tuple[str, ...]) -> Json:
     """Which pages may use the gateway. What model servers say of that is removed: their default lets all pages in."""
     policy = {
-        "@type": "type.googleapis.com/envoy.extensions.filters.http.cors.v3.CorsPolicy",
         "allow_origin_string_match": [{"exact": origin} for origin in origins],
         "allow_methods": "GET, POST, DELETE",
         # `*` does not include this one (Fetch standard, 4.8).
@@ -214,7 +207,7 @@ def _cors(origins: tuple[str, ...]) -> Json:
     removed = ["access-control-allow-origin", "access-control-allow-credentials"]
     vary = {"header": {"key": "vary", "value": "origin"}}
     return {
-        "typed_per_filter_config": {CORS: policy},
+        "typed_per_filter_config": {CORS: typed("envoy.extensions.filters.http.cors.v3.CorsPolicy", **policy)},
         "response_headers_to_remove": removed,
         "response_headers_to_add": [vary],
     }
@@ -383,8 +376,8 @@ def _not_ours() -> Json:
 
 def _details(test: str, negated: str = "") -> Json:
     """A CEL test of the reason why Envoy itself answers."""
-    typed = {"@type": _CEL_FILTER, "expression": f"{negated}response.code_details.{test}"}
-    return {"extension_filter": {"name": "envoy.access_loggers.extension_filters.cel", "typed_config": typed}}
+    name, kind = "envoy.access_loggers.extension_filters.cel", "access_loggers.filters.cel.v3.ExpressionFilter"
+    return {"extension_filter": extension(name, kind, expression=f"{negated}response.code_details.{test}")}
 
 
 def _all_of(*filters: Json) -> Json:

@@ -13,13 +13,11 @@ the connection before. So a second script discards what is beyond the limit, up 
 """
 
 import os
-from typing import Any
 
 from fairlead.core.headers import OWN_NAMESPACE
 from fairlead.gateway.access_log import REFUSED_UPLOAD
 from fairlead.gateway.envoy.options import Options
-
-Json = dict[str, Any]
+from fairlead.gateway.envoy.parts import Json, lua
 
 #: The names of the filters.
 BOUND, DISCARD = "fairlead.uploads", "fairlead.discard"
@@ -29,7 +27,6 @@ DISCARDED = 64 << 20
 TOO_LARGE = "too_large"
 WHY = "the unfinished uploads from this address hold as much as one address may: finish them first"
 
-_LUA = "type.googleapis.com/envoy.extensions.filters.http.lua.v3.Lua"
 _SOURCE = """
 local unfinished = setmetatable({}, {__mode = "k"})
 local held, begun, counted = {}, 0, 0
@@ -91,8 +88,7 @@ def bound(options: Options, outside: bool) -> list[Json]:
     names = f'"{WHY}", "{OWN_NAMESPACE}", "{REFUSED_UPLOAD}"'
     limit = options.body_limit if discard(options, outside) else 1 << 62
     values = f"local MOST, LIMIT, WHY, NAMESPACE, REFUSED = {most}, {limit}, {names}"
-    typed = {"@type": _LUA, "default_source_code": {"inline_string": values + _SOURCE}}
-    return [{"name": BOUND, "typed_config": typed, "disabled": outside}]
+    return [{**lua(BOUND, values + _SOURCE), "disabled": outside}]
 
 
 _DISCARD_SOURCE = """
@@ -118,5 +114,4 @@ def discard(options: Options, outside: bool) -> list[Json]:
         return []
     names = f'"{OWN_NAMESPACE}", "{TOO_LARGE}"'
     values = f"local LIMIT, DISCARDED, NAMESPACE, TOO_LARGE = {options.body_limit}, {DISCARDED}, {names}"
-    typed = {"@type": _LUA, "default_source_code": {"inline_string": values + _DISCARD_SOURCE}}
-    return [{"name": DISCARD, "typed_config": typed, "disabled": outside}]
+    return [{**lua(DISCARD, values + _DISCARD_SOURCE), "disabled": outside}]
