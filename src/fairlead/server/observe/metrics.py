@@ -240,9 +240,10 @@ class SchedulerMetrics:
         self.cached_tokens += sum(hits)
         self._hit_ratio.observe_all(list(map(truediv, hits, map(_AT_LEAST_ONE, prompts))))
         for labels, group in grouped(list(map(_LABELS, records)), records):
-            bundle = self._known(*labels)
+            key = _key(*labels)
+            bundle = self._known(key)
             if bundle is None:
-                self._wait(_key(*labels), group)
+                self._wait(key, group)
             else:
                 bundle.running.value += len(group)
                 self._routed(bundle, group)
@@ -280,7 +281,8 @@ class SchedulerMetrics:
     def on_outcomes(self, records: Sequence[OutcomeRecord]) -> None:
         """Count the ends of routed requests."""
         for (*labels, stream), group in grouped(list(map(_LABELS_AND_STREAM, records)), records):
-            bundle = self._known(*labels) or self._earn(_key(*labels), group)
+            key = _key(*labels)
+            bundle = self._known(key) or self._earn(key, group)
             bundle.used = self._now()
             ran = self._prove(bundle, group) if self._unproven else len(group)
             bundle.running.value = max(bundle.running.value - ran, 0)
@@ -405,7 +407,7 @@ class SchedulerMetrics:
         # If the model is not defined, the client may have made up its name, which must not become a label.
         unknown = record.outcome == MODEL_NOT_FOUND
         tenant = record.request.fairness_id
-        bundle = self._without_model(OTHER, tenant) if unknown else self._bundle(*_LABELS(record))
+        bundle = self._without_model(OTHER, tenant) if unknown else self._bundle(_key(*_LABELS(record)))
         bundle.requests.value += 1
         families = self.families
         families.rejected.child(record.outcome).value += 1
@@ -423,12 +425,12 @@ class SchedulerMetrics:
             self.server_errors += number
         self.families.errors.child(*bundle.labels, code).value += number
 
-    def _bundle(self, model: str, target: str, fairness_id: str, priority: int) -> _Bundle:
+    def _bundle(self, key: RequestLabels) -> _Bundle:
         """The bundle of these labels, or that of `other` if they have no series of their own."""
-        bundle = self._known(model, target, fairness_id, priority)
+        bundle = self._known(key)
         if bundle is None:
             self.families.requests.folded += 1
-            bundle = self._folded(_key(model, target, fairness_id, priority))
+            bundle = self._folded(key)
         bundle.used = self._now()
         return bundle
 
@@ -441,11 +443,10 @@ class SchedulerMetrics:
             if len(self._earned) < self._cap and refused < self._cap // 4:
                 self._make(key)
                 self._earned.add(key)
-        return self._bundle(*key)
+        return self._bundle(key)
 
-    def _known(self, model: str, target: str, fairness_id: str, priority: int) -> _Bundle | None:
+    def _known(self, key: RequestLabels) -> _Bundle | None:
         """The bundle of these labels; `None` = they have no series of their own."""
-        key = (model[:_MAX_LABEL], (target or model)[:_MAX_LABEL], fairness_id[:_MAX_LABEL], priority)
         bundle = self._bundles.get(key)
         if bundle is None and self._declared(key) and self._has_room(key[0]):
             bundle = self._make(key)
