@@ -410,8 +410,7 @@ class Scraper:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._secure.close()
 
     # ---------------- timing ----------------

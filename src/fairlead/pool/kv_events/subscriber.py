@@ -358,8 +358,7 @@ class KvSubscriber:
         self._sweeper.cancel()
         for slot in [*self._watched, *self._hub_feeds]:
             self.unwatch(slot)
-        if self._closing:
-            await asyncio.gather(*self._closing)
+        await asyncio.gather(*self._closing)
         self.pump.close()
         if self._authenticator is not None:
             self._authenticator.stop()

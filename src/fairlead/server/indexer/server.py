@@ -18,11 +18,12 @@ Rules
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from msgspec import Struct
 
 from fairlead.pool.aio import in_turns, read_at_most
@@ -66,9 +67,6 @@ class _Snapshot(Struct, eq=False):
     pieces: list[bytes]
     made: float
     readers: int = 0
-
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class IndexServer(HttpPort):

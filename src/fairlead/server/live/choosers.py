@@ -54,8 +54,7 @@ class Connections(Struct, eq=False):
     async def close(self) -> None:
         for name in list(self._open):
             self._leave(name)
-        if self._closing:
-            await asyncio.gather(*self._closing)
+        await asyncio.gather(*self._closing)
 
     def _leave(self, name: str) -> None:
         _, client = self._open.pop(name)

@@ -76,8 +76,7 @@ class LiveShadows(Struct, eq=False):
 
     async def close(self) -> None:
         self._stop()
-        if self._closing:
-            await asyncio.gather(*self._closing)
+        await asyncio.gather(*self._closing)
 
     def _stop(self) -> None:
         if self._runner is not None:
