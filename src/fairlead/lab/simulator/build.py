@@ -11,17 +11,7 @@ from fairlead.core.errors import ConfigError
 from fairlead.lab.engine.presets import preset
 from fairlead.lab.engine.spec import EngineSpec
 from fairlead.lab.simulator.drawn import drawn_names, drawn_scenario
-from fairlead.lab.simulator.scenarios import (
-    ADVERSARIAL,
-    APART,
-    HELD_OUT,
-    PUBLISHED,
-    QUALITY,
-    SITUATIONS,
-    TRACES,
-    cut,
-    parted,
-)
+from fairlead.lab.simulator.scenarios import TRACES, cut, names, parted, scenario
 from fairlead.lab.simulator.world import ADAPTER_SLOTS, Replica, Scenario, replicas
 from fairlead.lab.workload.formats import FORMATS, guess
 from fairlead.lab.workload.generate import KINDS, PACED, Pace, generate
@@ -91,11 +81,6 @@ class ScenarioSpec(Struct, frozen=True, kw_only=True):
     unknowing: bool = False
     #: The number of servers that only prefill, while the others decode (see `parted`); 0 = all do both.
     prefill: int = 0
-
-
-def names() -> tuple[str, ...]:
-    """The names of the built-in scenarios, except drawn ones (`drawn-SEED-NUMBER`)."""
-    return (*QUALITY, *ADVERSARIAL, *PUBLISHED, *APART, *SITUATIONS, *HELD_OUT)
 
 
 def listed() -> tuple[str, ...]:
@@ -182,12 +167,8 @@ def _limited(engine: EngineSpec, spec: ScenarioSpec) -> EngineSpec:
 
 
 def _base(spec: ScenarioSpec) -> Scenario:
-    for traced in (QUALITY, APART):
-        if spec.source in traced:
-            return traced[spec.source](Path(spec.traces) if spec.traces else None, spec.seed)
-    for known in (ADVERSARIAL, PUBLISHED, SITUATIONS, HELD_OUT):
-        if spec.source in known:
-            return known[spec.source](seed=spec.seed)
+    if spec.source in names():
+        return scenario(spec.source, Path(spec.traces) if spec.traces else None, spec.seed)
     if drawn := drawn_scenario(spec.source, spec.seed):
         return drawn.scenario
     path = Path(spec.source)

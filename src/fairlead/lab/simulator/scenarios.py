@@ -167,15 +167,6 @@ QUALITY: dict[str, Callable[[Path | None, int], Scenario]] = {
 }
 
 
-def scenario(name: str, traces: Path | None = None) -> Scenario:
-    """A scenario of `QUALITY` by name. Raises `ValueError` that lists the names, `TraceError` or `OSError`."""
-    try:
-        make = QUALITY[name]
-    except KeyError:
-        raise ValueError(f"unknown scenario {name!r}; known: {', '.join(QUALITY)}") from None
-    return structs.replace(make(traces, 0), name=name)
-
-
 #: Scenario → the published trace that it uses. Other scenarios use none.
 TRACES = {
     **dict.fromkeys((f"conversation-{pace}" for pace in ("1x", "1.5x", "2x")), MOONCAKE),
@@ -424,3 +415,18 @@ HELD_OUT: dict[str, Callable[..., Scenario]] = {
     "deep-research": partial(_catalogued, "deep-research", 60, 0.5),
     "reasoning": partial(_catalogued, "reasoning", 500, 3.3),
 }
+
+
+def names() -> tuple[str, ...]:
+    """The names of the built-in scenarios, except drawn ones (`drawn-SEED-NUMBER`)."""
+    return (*QUALITY, *ADVERSARIAL, *PUBLISHED, *APART, *SITUATIONS, *HELD_OUT)
+
+
+def scenario(name: str, traces: Path | None = None, seed: int = 0) -> Scenario:
+    """A built-in scenario by name. `seed`: of traffic that is not recorded. Raises `ValueError` that lists the names,
+    `TraceError` or `OSError`."""
+    if make := (QUALITY | APART).get(name):
+        return structs.replace(make(traces, seed), name=name)
+    if alone := (ADVERSARIAL | PUBLISHED | SITUATIONS | HELD_OUT).get(name):
+        return structs.replace(alone(seed=seed), name=name)
+    raise ValueError(f"unknown scenario {name!r}; known: {', '.join(names())}")

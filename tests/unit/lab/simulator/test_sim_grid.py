@@ -12,7 +12,7 @@ import typer
 from fairlead.cli.compare import compared_cells, end_with_errors, results_of, texts_of
 from fairlead.core.errors import ConfigError
 from fairlead.lab.simulator import grid
-from fairlead.lab.simulator.build import ScenarioSpec, build, is_generated, names, read_workload, write_workload
+from fairlead.lab.simulator.build import ScenarioSpec, build, is_generated, read_workload, write_workload
 from fairlead.lab.simulator.grid import (
     Cell,
     CellResult,
@@ -27,7 +27,7 @@ from fairlead.lab.simulator.grid import (
 from fairlead.lab.simulator.quality import KEPT, comparison, judgement, print_table
 from fairlead.lab.simulator.report import COLUMNS, print_comparison, write_report
 from fairlead.lab.simulator.run import known_policies, policy_text, source_text
-from fairlead.lab.simulator.scenarios import ADVERSARIAL, HELD_OUT, MOONCAKE, SITUATIONS, conversation_like
+from fairlead.lab.simulator.scenarios import ADVERSARIAL, HELD_OUT, MOONCAKE, SITUATIONS, conversation_like, names
 from fairlead.lab.workload.describe import ideal_hit
 
 pytestmark = pytest.mark.simulation
