@@ -51,6 +51,9 @@ class Canary(AsksElsewhere):
     def name(self) -> str:
         return self.primary.name
 
+    def asks(self) -> tuple[Policy, Policy]:
+        return self.primary, self.canary
+
     def takes(self, request: Request) -> bool:
         """Whether the canary decides the request."""
         session = request.lasting_session

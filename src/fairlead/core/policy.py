@@ -21,7 +21,7 @@ from msgspec import Struct, structs
 from fairlead.core.columns import BoolColumn, FloatColumn, read_only
 from fairlead.core.cost import Terms, Weights
 from fairlead.core.errors import PASSING, PLUGIN_FAILURES, REST_S, PluginError, Stray, described, hung, rests_until
-from fairlead.core.records import Trace
+from fairlead.core.records import OutcomeRecord, Trace
 from fairlead.core.request import Request
 from fairlead.core.table import FLOATS
 from fairlead.core.view import FleetView
@@ -371,6 +371,24 @@ class PickObserver(Protocol):
 
 
 @runtime_checkable
+class OutcomeObserver(Protocol):
+    """A policy, filter, scorer or picker that learns from how requests ended.
+
+    `ended` is called once for each request that was sent to an endpoint, whoever had chosen it: when it has been
+    answered, was cut short or given up. In the outcome, -1 = unknown: few answers report their cached tokens.
+    """
+
+    def ended(self, outcome: OutcomeRecord) -> None: ...
+
+
+@runtime_checkable
+class Delegates(Protocol):
+    """A policy that asks others."""
+
+    def asks(self) -> Sequence[Policy]: ...
+
+
+@runtime_checkable
 class ReportsErrors(Protocol):
     """A policy that reports which of its plugins failed."""
 
@@ -453,8 +471,8 @@ class Guard:
     """Calls a plugin from anywhere. One that has failed to return for the second time rests, as a policy does
     (`errors.rests_until`)."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, plugin: object = None) -> None:
+        self.name, self.plugin = name, plugin
         self._rests_until = -inf
 
     def rests(self, now: float) -> bool:
@@ -491,7 +509,7 @@ class Clamped(Guard):
     raises. Use `clamped` if it may observe picks."""
 
     def __init__(self, scorer: Scorer) -> None:
-        super().__init__(scorer.name)
+        super().__init__(scorer.name, scorer)
         self._scorer = scorer
 
     def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:

@@ -147,6 +147,9 @@ class RemotePolicy(AsksElsewhere):
         made.breaker, made.stats, made.connected = self.breaker, self.stats, self.connected
         return made
 
+    def asks(self) -> tuple[Policy]:
+        return (self.fallback,)
+
     def remote_for(self, request: Request) -> "RemotePolicy | None":
         return self
 

@@ -51,6 +51,7 @@ from fairlead.core.instructions import (
 from fairlead.core.learned import Common
 from fairlead.core.ledger import Lease
 from fairlead.core.models import MODEL_NOT_FOUND, Catalogue, Refusal, applied, unnamed
+from fairlead.core.outcomes import OutcomeObservers
 from fairlead.core.parking import TIMER as REMOTE_TIMER
 from fairlead.core.parking import Decided, Parking, Question, Reservation
 from fairlead.core.peers import TIMER as PEERS_TIMER
@@ -129,7 +130,7 @@ class Pipeline:
         #: All requests that have arrived and not ended.
         self.requests = Requests()
         self._endings = Endings(clock, self._over)
-        self._handlers: dict[type, Callable[..., list[Instruction]]] = {
+        self._by_kind: dict[type, Callable[..., list[Instruction]]] = {
             ev.RequestArrived: self._request_arrived,
             ev.FirstTokenSeen: self._first_token_seen,
             ev.ResponseBegan: self._response_began,
@@ -152,6 +153,7 @@ class Pipeline:
             ev.StopAsked: self._stop_asked,
             ev.TimerFired: self._timer_fired,
         }
+        self._listen()
 
     def handle(self, event: ev.Event) -> list[Instruction]:
         """Process one event and return the instructions that follow from it."""
@@ -496,6 +498,11 @@ class Pipeline:
         #: Clock seconds until which it is not called (`errors.rests_until`).
         self._rests_until = -inf
 
+    def _listen(self) -> None:
+        """Tell the policy's plugins from now on how requests end. Without such plugins this costs nothing."""
+        told, handlers = OutcomeObservers(self.policy, self._report), self._by_kind
+        self._handlers = {kind: told.after(handlers[kind], self._clock) for kind in handlers} if told else handlers
+
     def _choose(self, policy: Policy, request: Request, now: float) -> Answer:
         try:
             if policy is self._own_policy:
@@ -793,6 +800,7 @@ class Pipeline:
         except (PluginError, ConfigError) as error:
             return [RefuseConfiguration(event.document, str(error))]
         self._decide_by(scheduling.policy, scheduling.able)
+        self._listen()
         self.shadows = scheduling.shadows
         self.fleet.ledger.ttl = scheduling.lease_ttl
         self._turn(scheduling.flow)

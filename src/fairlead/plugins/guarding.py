@@ -180,7 +180,7 @@ class GuardedFilter(Guard):
     """Has all optional methods of a filter. Those that `inner` lacks do nothing."""
 
     def __init__(self, inner: Filter) -> None:
-        super().__init__(inner.name)
+        super().__init__(inner.name, inner)
         self.stage = inner.stage
         self.steady = isinstance(inner, SteadyFilter) and inner.steady
         self.inner = inner
@@ -222,7 +222,7 @@ class GuardedPicker(Guard):
     """While the picker rests, the highest total is taken."""
 
     def __init__(self, inner: Picker) -> None:
-        super().__init__(inner.name)
+        super().__init__(inner.name, inner)
         self._inner = inner
 
     def pick(self, request: Request, fleet: FleetView, totals: FloatColumn, cycle: Cycle) -> int:

@@ -55,6 +55,9 @@ class Guided(Struct, frozen=True):
     recorded: dict[int, Decided]
     own: dict[int, str]
 
+    def asks(self) -> tuple[Policy]:
+        return (self.policy,)
+
     def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
         pick = self.policy.choose(request, fleet, context)
         own = pick.slot if isinstance(pick, Picked) else -1
@@ -89,6 +92,9 @@ class Beside(Struct, frozen=True):
     answers: dict[int, tuple[str, Trace | None]]
     errors: list[PluginError]
     guard: Guard
+
+    def asks(self) -> tuple[Policy, Policy]:
+        return self.policy, self.guide
 
     def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
         if not self.guard.rests(context.now):

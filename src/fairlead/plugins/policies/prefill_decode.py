@@ -32,7 +32,7 @@ from fairlead.core.columns import FloatColumn, scalar
 from fairlead.core.cost import Terms, Weights, memory_price
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import PluginError
-from fairlead.core.policy import Answer, Context, Cycle, Filter, Picked, Refused
+from fairlead.core.policy import Answer, Context, Cycle, Filter, Picked, Policy, Refused
 from fairlead.core.profile import estimate, runner_up
 from fairlead.core.records import SplitCosts
 from fairlead.core.request import Request
@@ -98,6 +98,10 @@ class PrefillDecode:
         """Set the callback for failures of filters."""
         for policy in (self._alone, self._prefill, self._decode):
             policy.report_to(on_plugin_error)
+
+    def asks(self) -> tuple[Policy]:
+        """The one whose filters the others have too."""
+        return (self._alone,)
 
     def costs(
         self, requests: Sequence[Request], shares: FloatColumn, terms: Terms, fleet: FleetView, context: Context

@@ -5,6 +5,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -31,7 +32,7 @@ from fairlead.core.events import (
 from fairlead.core.facts import encode as encode_facts
 from fairlead.core.facts import read_batch
 from fairlead.core.learned import EndpointLearned, Part
-from fairlead.core.records import DecisionRecord, ShadowRecord, ShadowVerdict
+from fairlead.core.records import DecisionRecord, OutcomeRecord, ShadowRecord, ShadowVerdict
 from fairlead.core.reports import SharedFleet
 from fairlead.core.request import Request
 from fairlead.core.state import taken
@@ -494,6 +495,33 @@ def test_what_decides_beside_the_journal_is_said(recorded: Any, tmp_path: Path) 
     result = replay(one_run(tmp_path))
     assert not result.exact
     assert result.notes[0] == "an oracle decided too"
+
+
+def test_a_policy_that_learns_from_outcomes_is_replayed(
+    record_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside it and guided: what it learns is the same."""
+
+    def cost(self: Any, request: Any, fleet: Any, cycle: Any) -> Any:
+        return np.array([vars(self).get(name, 0.0) for name in fleet.table.ids])
+
+    def ended(self: Any, outcome: OutcomeRecord) -> None:
+        vars(self)[outcome.endpoint] = outcome.duration_ms
+
+    monkeypatch.setattr(LeastRequests, "cost", cost)
+    monkeypatch.setattr(LeastRequests, "ended", ended, raising=False)
+    record_run(tmp_path, "policy: least-requests", seconds=20.0)
+    run = one_run(tmp_path)
+    result = replay(run)
+    assert result.identical and result.exact and result.replayed.decisions > 100
+    assert compare(run, lambda config: config).share == 0.0
+    guided = Player(run.head, guided=True)
+    chosen = [
+        (record.endpoint, guided.own[record.request.id])
+        for step in steps(run, guided, Faults(), [])
+        for record in step.decided
+    ]
+    assert len({own for _, own in chosen}) == 4 and all(endpoint == own for endpoint, own in chosen)
 
 
 def test_a_policy_that_never_returns_rests_and_the_comparison_goes_on(
