@@ -9,7 +9,10 @@ Rules
   `filters=[…]`: the configured filters, after the built-in ability filters.
 """
 
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
@@ -110,10 +113,38 @@ class Registry:
             raise
         except BaseException as error:
             raise PluginError(name, f"of {sources} could not be loaded: {described(error)}") from error
+        _note_code(points[0].module)
         fault = _fault(cls)
         if fault:
             raise PluginError(name, f"of {sources} {fault}")
         return cls
+
+
+#: File of plugin code that this process has loaded → its size and time of change then.
+_loaded: dict[str, tuple[int, int]] = {}
+
+
+def _note_code(module: str) -> None:
+    """Note the files of the package that a plugin has just been loaded from."""
+    package = module.partition(".")[0]
+    for name, loaded in list(sys.modules.items()):
+        own = name.partition(".")[0] == package and isinstance(loaded, ModuleType)
+        file = vars(loaded).get("__file__") if own else None
+        if file and file not in _loaded and (stamp := _stamp(file)):
+            _loaded[file] = stamp
+
+
+def _stamp(file: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(file)
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns
+
+
+def changed_code() -> list[str]:
+    """The files of plugins whose code has changed since this process loaded it, or that are gone."""
+    return sorted(file for file, stamp in _loaded.items() if _stamp(file) != stamp)
 
 
 def _distribution(point: "EntryPoint") -> str:

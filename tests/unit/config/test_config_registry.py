@@ -13,7 +13,7 @@ from fairlead.compat.load import load, problems
 from fairlead.compat.recorded import record, restore
 from fairlead.config.plugins import build_hasher, build_policy
 from fairlead.config.problems import InvalidConfig
-from fairlead.config.registry import ALIASES, BUILTINS, METHODS, Registry
+from fairlead.config.registry import ALIASES, BUILTINS, METHODS, Registry, changed_code
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import PluginError
 from fairlead.core.fleet import Fleet
@@ -235,6 +235,16 @@ def test_a_plugin_that_refuses_its_parameters(installed: Path) -> None:
     config = load(f"scorers: [{{type: wild, howMuch: -1}}]\n{ONE}")
     with pytest.raises(PluginError, match=r"\$\.scorers\[0\].*ValueError: too little"):
         build_policy(config)
+
+
+def test_code_that_changed_after_it_was_loaded_is_named(installed: Path) -> None:
+    file = installed / "fl_wild_plugins.py"
+    assert str(file) not in changed_code()
+    assert Registry().find("scorer", "wild") is not None
+    assert str(file) not in changed_code()
+    file.write_text(MODULE + "# new\n")
+    assert Registry().find("scorer", "wild") is not None, "the old code, which is loaded once"
+    assert str(file) in changed_code()
 
 
 def test_plugin_errors_reach_the_callback(installed: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fairlead.config.endpoint_list import Listing
+from fairlead.config.registry import changed_code
 from fairlead.config.reload import plan_reload
 from fairlead.config.schema import Config, Tls
 from fairlead.core.endpoint import host_port
@@ -278,6 +279,8 @@ class Live:
         self._refused = [problem.path for problem in refused]
         for problem in refused:
             log.warning("rejected a configuration change", file=new.source, problem=str(problem))
+        if changed := changed_code():
+            log.warning("plugins have other code than this process runs; restart to run it", files=" ".join(changed))
         if not self.serving.reconfigure(changes):
             return
         self.config = config = changes.config
