@@ -375,7 +375,8 @@ class OutcomeObserver(Protocol):
     """A policy, filter, scorer or picker that learns from how requests ended.
 
     `ended` is called once for each request that was sent to an endpoint, whoever had chosen it: when it has been
-    answered, was cut short or given up. In the outcome, -1 = unknown: few answers report their cached tokens.
+    answered, was cut short or given up. In the outcome, -1 = unknown: few answers report their cached tokens. Policies
+    on trial as shadows and those in another process are not called.
     """
 
     def ended(self, outcome: OutcomeRecord) -> None: ...
