@@ -326,7 +326,7 @@ def terms_of(policy: Policy, request: Request, view: Restored, trace: Trace) -> 
     assert trace.snapshot is not None
     cycle = Cycle(Context(trace.snapshot.at, Random(0)))
     if isinstance(policy, Explainable):
-        costs = policy.terms(request, view, cycle)
+        costs = interruptible(policy.terms, request, view, cycle)
     else:
         costs = parts(
             estimate(request, view, cycle), policy.weights if isinstance(policy, CostPolicy) else Weights(), view

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from fairlead.core.errors import FairleadError
+from fairlead.core.errors import PLUGIN_FAILURES, FairleadError, described
 from fairlead.core.explain import LAST, Explanation, explain, of_answer, why_split, why_waited
 from fairlead.core.flow import LEFT
 from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord, Snapshot, SplitCosts, Trace, Waited
@@ -290,6 +290,8 @@ def _explanation(decision: DecisionRecord, make_policy: Callable[[], Any] | None
         return explain(make_policy, decision.request, trace, decision.endpoint), ""
     except (FairleadError, ValueError) as error:
         return None, str(error)
+    except PLUGIN_FAILURES as error:
+        return None, f"{decision.policy} failed when it was asked again: {described(error)}"
 
 
 def plain(explanation: Explanation) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import pytest
 from fairlead.compat.load import load
 from fairlead.compat.recorded import restore
 from fairlead.config.plugins import build_policy
+from fairlead.core.errors import NeverReturned
 from fairlead.core.events import RequestArrived
 from fairlead.core.explain import Candidate, Explanation, asked_again, explain, restored, terms_of, why
 from fairlead.core.policy import Context, Policy
@@ -430,6 +431,18 @@ def test_numbers_have_significant_digits(chosen: float, rival: float, said: str)
     new = Candidate(endpoint="new", chosen=True, total=chosen, terms={"load": chosen})
     old = Candidate(endpoint="old", chosen=False, total=rival, behind=chosen - rival, terms={"load": rival})
     assert why([new, old], "ms") == [said]
+
+
+class Fails(LeastRequests):
+    def terms(self, request: Any, fleet: Any, cycle: Any) -> Any:
+        raise NeverReturned
+
+
+def test_a_policy_that_fails_when_it_is_asked_again_is_said_to(recorded: Any) -> None:
+    record = records(recorded)[0]
+    page = explained(record, None, Fails)
+    assert page["explanation"] is None
+    assert page["unexplained"].startswith("cost-model failed when it was asked again: NeverReturned: did not return")
 
 
 class Avoids(LeastRequests):
