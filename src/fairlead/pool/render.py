@@ -14,7 +14,8 @@ Rules
 * After `FAILURES` failures in a row, an engine gets no requests for `PAUSE` seconds. Requests that it refuses, or that
   cannot be sent to it, are no failures: one client's would silence it for all.
 * The body is sent as the client sent it (to `/tokenize` only the fields that make up the prompt). Redirects are not
-  followed, proxies of the environment are not used, and an answer of more than `MAX_ANSWER` bytes is a failure.
+  followed, proxies of the environment are not used, and an answer with more ids than the body can have is a failure:
+  to read 16 MB of them holds the event loop for a second.
 """
 
 import asyncio
@@ -41,8 +42,11 @@ CONCURRENCY = 32
 FAILURES, PAUSE = 3, 5.0
 #: Seconds after which an engine that does not render is asked again: it may have restarted with other flags.
 RETRY_AFTER = 60.0
-#: A million ids take 8 MB.
+#: A million ids take 8 MB. Answers about media have more than ids.
 MAX_ANSWER = 16 << 20
+#: Bytes of an answer for each byte of a body, of which a token has one at least, and for what templates and stored
+#: conversations add.
+ID_BYTES, MORE_BYTES = 16, 1 << 20
 #: Statuses of requests that the engine refuses: bad ones, and too long ones.
 _REFUSALS = (400, 413, 422)
 #: Longer bodies are not sent to be rendered.
@@ -175,8 +179,9 @@ class RenderClient:
         return absent(ENGINE, why)
 
     async def _ask(self, engine: _Engine, parsed: ParsedRequest, body: bytes, url: str) -> PromptTokens:
+        most = MAX_ANSWER if parsed.media else min(MORE_BYTES + ID_BYTES * len(body), MAX_ANSWER)
         if self._now() >= engine.unrendered.get(parsed.api, 0.0):
-            status, answer = await self._post(url + _RENDER[parsed.api], body)
+            status, answer = await self._post(url + _RENDER[parsed.api], body, most)
             if status not in (403, 404, 405) or (status == 404 and _is_of_model(answer)):
                 return _rendered(status, answer)
             engine.unrendered[parsed.api] = self._now() + RETRY_AFTER
@@ -184,14 +189,14 @@ class RenderClient:
             return absent(ENGINE, f"the engine does not render '{parsed.api}', and /tokenize does not take it")
         if parsed.media:
             return absent(MEDIA, "the engine does not render, and /tokenize does not tell of media")
-        status, answer = await self._post(url + "/tokenize", _prompt_only(parsed.api, body))
+        status, answer = await self._post(url + "/tokenize", _prompt_only(parsed.api, body), most)
         return _tokenized(status, answer, body)
 
-    async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
+    async def _post(self, url: str, body: bytes, most: int) -> tuple[int, bytes]:
         headers = await self._token.headers()
         async with self._session.open().post(url, data=body, headers=headers, allow_redirects=False) as response:
-            large = _NoAnswer(f"an answer of more than {MAX_ANSWER} bytes")
-            return response.status, await read_at_most(response.content, MAX_ANSWER, large)
+            large = _NoAnswer(f"an answer of more than {most} bytes")
+            return response.status, await read_at_most(response.content, most, large)
 
 
 def _is_of_model(answer: bytes) -> bool:

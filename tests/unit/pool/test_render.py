@@ -239,6 +239,15 @@ async def test_no_usable_answer(
         assert found.ids == b""
 
 
+async def test_more_ids_than_a_prompt_can_have_are_not_read(client: RenderClient, serve: Serve) -> None:
+    """To read millions of them holds up all other requests."""
+    answer = b'{"tokens": [' + b"1," * 700_000 + b"1]}"
+    url = await serve(answering({"/tokenize": (200, answer)}))
+    found = await ask(client, url)
+    assert (found.reason, "more than" in found.detail) == ("engine", True)
+    assert len(ids(await ask(client, url, messages=[{"role": "user", "content": "a " * 100_000}]))) == 700_001
+
+
 async def test_an_engine_that_fails_is_left_alone_for_a_while(client: RenderClient, serve: Serve, clock: Clock) -> None:
     seen: list[tuple[str, Any]] = []
     answers: dict[str, tuple[int, Any]] = {f"{CHAT}/render": (500, {})}
