@@ -95,6 +95,7 @@ async def test_a_claim_names_the_tenant(
         error = json.loads(got.body)["error"]
         assert (got.status, error["type"]) == (403, "PermissionDeniedError") and said in error["message"]
     assert await at.decisions() == decided
+    assert await tenant(at, bearer(issuer.token(org={"team": "team-j "})), *MINTED) == "team-j "
     at.end()
     assert good not in at.said()
 

@@ -113,13 +113,14 @@ def _addresses(text: str) -> frozenset[str]:
 
 
 def _text(value: str) -> str:
-    """Decode a name that may be UTF-8: headers arrive as Latin-1 text, one character per byte."""
+    """Decode a name that may be UTF-8: headers arrive as Latin-1 text, one character per byte. Space around it stays:
+    gateways drop that of clients, and a token's claim with it names another tenant than one without."""
     if value.isascii():
-        return value.strip()
+        return value
     try:
-        return value.encode("latin-1").decode().strip()
+        return value.encode("latin-1").decode()
     except UnicodeError:
-        return value.strip()
+        return value
 
 
 def _milliseconds(text: str) -> float:

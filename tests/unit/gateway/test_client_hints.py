@@ -57,7 +57,15 @@ def test_names_may_be_utf8() -> None:
     value = "日本".encode().decode("latin-1")
     assert HintReader().read({"x-llm-d-model-name-rewrite": value}).rewrite == "日本"
     assert HintReader().read({"x-llm-d-inference-fairness-id": value}).fairness_id == "日本"
-    assert HintReader().read({"x-llm-d-model-name-rewrite": " \xff "}).rewrite == "\xff"
+    assert HintReader().read({"x-llm-d-model-name-rewrite": "\xff"}).rewrite == "\xff"
+
+
+@pytest.mark.parametrize("space", [" ", "\t", "\r\n", "\u00a0", "\u2028"])
+def test_space_in_a_tokens_claim_is_part_of_the_tenants_name(space: str) -> None:
+    """Whoever chooses a claim would choose another's name, if it were not."""
+    for claim in (f"team-a{space}", f"{space}team-a"):
+        header = {"x-llm-d-inference-fairness-id": claim.encode().decode("latin-1")}
+        assert HintReader().read(header).fairness_id == claim
 
 
 def test_values_are_cut() -> None:
