@@ -127,8 +127,7 @@ class Pipeline:
         #: Questions to schedulers in other processes; `None` = there are none.
         self.parking: Parking | None = None if remotes is None else Parking(remotes)
         self.peers = Peers(clock, fleet, flow_controller.flow if flow_controller is not None else None)
-        #: All requests that have arrived and not ended.
-        self.requests = Requests()
+        self.requests = Requests()  # all that have arrived and not ended
         self._endings = Endings(clock, self._over)
         self._by_kind: dict[type, Callable[..., list[Instruction]]] = {
             ev.RequestArrived: self._request_arrived,
