@@ -263,7 +263,7 @@ def _fetch(url: str, request: str) -> dict[str, Any]:
 def _search(path: Path, request: str, run: str, policy: str, settings: list[str] | None) -> dict[str, Any]:
     from fairlead.cli.options import busy
     from fairlead.compat.recorded import restore
-    from fairlead.config.building import canary_of
+    from fairlead.config.building import CANARY, canary_of
     from fairlead.config.plugins import build_policy
     from fairlead.core.errors import PLUGIN_FAILURES, ConfigError, PluginError, of_plugin
     from fairlead.core.explain import asked_again
@@ -275,7 +275,8 @@ def _search(path: Path, request: str, run: str, policy: str, settings: list[str]
     with busy(f"searching {path}"):
         recorded = search(path, request, run)
     config = restore(recorded.scheduling)
-    config = canary_of(config).get(recorded.decision.policy, config)
+    if recorded.decision.policy.startswith(f"{CANARY}:"):  # else the canary's plugin need not be installed here
+        config = canary_of(config).get(recorded.decision.policy, config)
     made = explained(recorded.decision, recorded.outcome, lambda: build_policy(config))
     made["decision_id"] = f"{recorded.run}.{recorded.decision.request.id:016x}"
     if apply is not None:

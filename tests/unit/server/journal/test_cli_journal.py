@@ -13,6 +13,8 @@ from commands import fairlead
 
 from fairlead.cli.explain import show
 from fairlead.compat.load import load
+from fairlead.config import building
+from fairlead.core.errors import ConfigError
 from fairlead.core.events import Reconfigured
 from fairlead.core.records import DecisionRecord, OutcomeRecord, SplitCosts
 from fairlead.lab.simulator import plan_live
@@ -383,3 +385,17 @@ def test_a_canarys_decisions_are_explained_by_its_own_parameters(record_run: Any
         assert explained["explanation"]["reproduced"], explained
         seen.add(explained["policy"])
     assert seen == {"cost-model", "canary:cost-model"}
+
+
+def test_the_others_are_explained_where_the_canarys_plugin_is_not_installed(
+    record_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(node: object, registry: object) -> None:
+        raise ConfigError("unknown policy", "$.policy")
+
+    made = record_run(tmp_path, "canary: {policy: power-of-two, percent: 50}", rate=25.0, seconds=1.0)
+    monkeypatch.setattr(building, "named_policy", unknown)
+    record = next(one for one in made.decisions if isinstance(one, DecisionRecord) and one.policy == "cost-model")
+    explained = json.loads(call("explain", record.request.id, tmp_path, "--json").output)
+    assert explained["explanation"]["reproduced"]
+
