@@ -398,4 +398,3 @@ def test_the_others_are_explained_where_the_canarys_plugin_is_not_installed(
     record = next(one for one in made.decisions if isinstance(one, DecisionRecord) and one.policy == "cost-model")
     explained = json.loads(call("explain", record.request.id, tmp_path, "--json").output)
     assert explained["explanation"]["reproduced"]
-
