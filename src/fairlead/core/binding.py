@@ -40,7 +40,7 @@ from fairlead.core.cost import Terms, Weights, cost, memory_wait, shortage, weig
 from fairlead.core.errors import PLUGIN_FAILURES, REST_S, PluginError, described, hung, rests_until
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Waiting
-from fairlead.core.policy import HIGHEST, Context, CostPolicy, Cycle, Policy, Tell, checked_column, guarded, own
+from fairlead.core.policy import HIGHEST, Context, CostPolicy, Cycle, Notify, Policy, checked_column, guarded, own
 from fairlead.core.profile import Profile
 from fairlead.core.records import ABLE, FLOW_CONTROL, Trace
 from fairlead.core.request import Request
@@ -63,7 +63,7 @@ class Bound(Struct, frozen=True):
     trace: Trace | None = None
     #: As in `Picked`.
     by: str = ""
-    tell: Tell | None = None
+    notify: Notify | None = None
 
 
 def memory_ms(terms: Terms, fleet: Fleet) -> FloatColumn:
@@ -141,9 +141,9 @@ class WaitingRules:
     def __call__(self, request: Request, fleet: FleetView, now: float) -> BoolColumn | None:
         return self._chain.able(request, fleet, Context(now, self._rng))
 
-    def teller(self, request: Request, now: float) -> Tell | None:
+    def notifier(self, request: Request, now: float) -> Notify | None:
         """Return what tells the policy's plugins where the request goes; `None` = none wants to know."""
-        return self._chain.teller(Cycle(Context(now, self._rng, trace=False)))
+        return self._chain.notifier(Cycle(Context(now, self._rng, trace=False)))
 
     def by(self, request: Request) -> str:
         """The name of the policy whose costs counted for the request in the last choice; empty = the configured one."""
@@ -469,5 +469,5 @@ class PairBinder:
         here = float(known.share[slot])
         prompt = request.prompt_tokens
         work = max(prompt - here * prompt, 1.0)
-        by, tell = self._rules.by(request), self._rules.teller(request, now)
-        return Bound(waiting, slot, work, here, top(known.share), runner_up, trace, by, tell)
+        by, notify = self._rules.by(request), self._rules.notifier(request, now)
+        return Bound(waiting, slot, work, here, top(known.share), runner_up, trace, by, notify)

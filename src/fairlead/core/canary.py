@@ -20,7 +20,7 @@ import numpy as np
 from fairlead.core.binding import Pairs, WaitingRules
 from fairlead.core.columns import BoolColumn, FloatColumn
 from fairlead.core.errors import PLUGIN_FAILURES, PluginError, hung, of_plugin
-from fairlead.core.policy import Answer, Context, Policy, Tell, choose_or_raise
+from fairlead.core.policy import Answer, Context, Notify, Policy, choose_or_raise
 from fairlead.core.remote import AsksElsewhere, RemotePolicy
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
@@ -97,8 +97,8 @@ class CanaryRules(WaitingRules):
     def __call__(self, request: Request, fleet: FleetView, now: float) -> BoolColumn | None:
         return (self._own_rules if self._canary.takes(request) else self._primary)(request, fleet, now)
 
-    def teller(self, request: Request, now: float) -> Tell | None:
-        return (self._own_rules if self.by(request) else self._primary).teller(request, now)
+    def notifier(self, request: Request, now: float) -> Notify | None:
+        return (self._own_rules if self.by(request) else self._primary).notifier(request, now)
 
     def by(self, request: Request) -> str:
         return self._canary.label if self._counted and self._canary.takes(request) else ""

@@ -108,7 +108,7 @@ def _shared(ask: Callable[[Request], FloatColumn | None], request: Request) -> F
 
 
 #: Tells the plugins that remember picks (`PickObserver`) where a request goes.
-Tell = Callable[[Request, int, FleetView], None]
+Notify = Callable[[Request, int, FleetView], None]
 
 
 class Picked(Struct):
@@ -135,7 +135,7 @@ class Picked(Struct):
     handover_ms: float = -1.0
     #: Set by profiles, and called when the request is sent; `None` = no plugin wants to know. A policy that changes the
     #: pick of a profile passes it on.
-    tell: Tell | None = None
+    notify: Notify | None = None
 
 
 class Refused(Struct):
@@ -185,7 +185,7 @@ def checked(answer: Any, fleet: FleetView) -> Answer:
         slots[2],
         alternatives,
         handover_ms,
-        answer.tell if callable(answer.tell) else None,
+        answer.notify if callable(answer.notify) else None,
     )
 
 
@@ -461,10 +461,10 @@ def choose_or_raise(
         policy.report_to(report)
 
 
-def told(answer: Answer, request: Request, fleet: FleetView) -> Answer:
+def notified(answer: Answer, request: Request, fleet: FleetView) -> Answer:
     """Return the answer, after its observers were told: for those who do not send the request."""
-    if isinstance(answer, Picked) and answer.tell is not None:
-        answer.tell(request, answer.slot, fleet)
+    if isinstance(answer, Picked) and answer.notify is not None:
+        answer.notify(request, answer.slot, fleet)
     return answer
 
 

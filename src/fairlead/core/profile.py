@@ -31,6 +31,7 @@ from fairlead.core.policy import (
     Filter,
     GuardedObserver,
     Key,
+    Notify,
     Picked,
     Picker,
     PickObserver,
@@ -39,7 +40,6 @@ from fairlead.core.policy import (
     Scorer,
     Stage,
     SteadyFilter,
-    Tell,
     highest,
     loading,
     own,
@@ -255,21 +255,21 @@ class Profile:
     ) -> Picked:
         if trace is not None:
             trace.outcome = "fallback" if overloaded else "picked"
-        tell, share = self.teller(cycle), prefix_share(request, fleet, cycle)
+        notify, share = self.notifier(cycle), prefix_share(request, fleet, cycle)
         if trace is not None:
             trace.held, trace.loading = share, loading(request, fleet, cycle)
         if share is None:
-            return Picked(slot, overloaded=overloaded, trace=trace, tell=tell)
+            return Picked(slot, overloaded=overloaded, trace=trace, notify=notify)
         best = float(share[share.argmax()])
         return Picked(
-            slot, overloaded=overloaded, hit_share=float(share[slot]), best_share=best, trace=trace, tell=tell
+            slot, overloaded=overloaded, hit_share=float(share[slot]), best_share=best, trace=trace, notify=notify
         )
 
-    def teller(self, cycle: Cycle) -> Tell | None:
+    def notifier(self, cycle: Cycle) -> Notify | None:
         """Return what tells the plugins that remember picks (`PickObserver`); `None` = there are none."""
-        return partial(self._tell, cycle) if self._observers else None
+        return partial(self._notify, cycle) if self._observers else None
 
-    def _tell(self, cycle: Cycle, request: Request, slot: int, fleet: FleetView) -> None:
+    def _notify(self, cycle: Cycle, request: Request, slot: int, fleet: FleetView) -> None:
         for name, observer in self._observers:
             try:
                 observer.chosen(request, slot, fleet, cycle)

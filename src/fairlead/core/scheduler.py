@@ -376,7 +376,7 @@ class Pipeline:
         opened = flow.opened(self.fleet, now) if flow is not None and kept is not None else None
         if kept is None or opened is None or isinstance(pick, Refused) or opened[pick.slot]:
             return pick
-        kept.tell = pick.tell
+        kept.notify = pick.notify
         return kept
 
     def _bound(self, bound: Bound, now: float) -> list[Instruction]:
@@ -389,7 +389,7 @@ class Pipeline:
             trace.snapshot = self.snapshot(self.fleet, now)
         by = bound.by or flow.policy
         pick = Picked(bound.slot, hit_share=bound.hit_share, best_share=bound.best_share, by=by, trace=trace)
-        pick.fallback_slot, pick.tell = bound.fallback_slot, bound.tell
+        pick.fallback_slot, pick.notify = bound.fallback_slot, bound.notify
         if self.parking is not None:
             opened = flow.opened(self.fleet, now)
             reservation = Reservation(opened, waiting.since, waiting.deadline, pick, waited=True)
@@ -426,8 +426,8 @@ class Pipeline:
     ) -> list[Instruction]:
         """Charge the request to the picked endpoint. Return the `Route`, the record and what shadows ask for."""
         request, fleet, slot = entry.request, self.fleet, pick.slot
-        if pick.tell is not None:
-            pick.tell(request, slot, fleet)
+        if pick.notify is not None:
+            pick.notify(request, slot, fleet)
         endpoint, flow = fleet.table.endpoints[slot], self.flow_controller
         assert endpoint is not None, "policies pick among living endpoints"
         model, hit = request.target or request.model, int(pick.hit_share * request.prompt_tokens)

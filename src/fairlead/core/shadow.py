@@ -27,7 +27,7 @@ from fairlead.core.errors import PLUGIN_FAILURES, described
 from fairlead.core.events import Outcome, RemotePick
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Instruction, JudgeShadows
-from fairlead.core.policy import Able, Context, Cycle, Picked, Policy, Refused, choose_or_raise, told
+from fairlead.core.policy import Able, Context, Cycle, Picked, Policy, Refused, choose_or_raise, notified
 from fairlead.core.records import ShadowCase, ShadowRecord, ShadowVerdict, Snapshot
 from fairlead.core.request import NO_PREFIX, Request
 from fairlead.core.snapshot import Restored, Snapshots
@@ -141,7 +141,7 @@ class Bench:
         try:
             fleet = self._replica.fleet(case)
             context = Context(case.snapshot.at, self._rng, trace=False)
-            pick = told(choose_or_raise(policy, case.request, fleet, context), case.request, fleet)
+            pick = notified(choose_or_raise(policy, case.request, fleet, context), case.request, fleet)
             if isinstance(pick, Refused):
                 return self.verdict(name, -1)
             return self.verdict(name, pick.slot, pick.prefill_slot, pick.handover_ms)

@@ -31,7 +31,7 @@ from fairlead.core.policy import (
     Scorer,
     Stage,
     choose_or_raise,
-    told,
+    notified,
 )
 from fairlead.core.request import Request
 from fairlead.core.table import FLOATS
@@ -78,7 +78,7 @@ def check_policy(policy: Policy) -> None:
     _named(policy)
     for case, known, asked in [*_cases(), ("nobody there", Fleet(), request("hello"))]:
         try:
-            pick = told(choose_or_raise(policy, asked, known, Context(1.0, Random(1))), asked, known)
+            pick = notified(choose_or_raise(policy, asked, known, Context(1.0, Random(1))), asked, known)
         except PLUGIN_FAILURES as error:
             raise AssertionError(f"{case}: {type(error).__name__}: {error}") from error
         assert isinstance(pick, Picked) or pick.reason, f"{case}: a refusal without a reason"
@@ -167,7 +167,7 @@ def _cases() -> list[tuple[str, Fleet, Request]]:
 
 def choose(policy: Policy, request: Request, fleet: Fleet, *, now: float = 0.0, seed: int = 0) -> Answer:
     """Make one decision of `policy` without charging a lease; the answer has the trace. `now`: clock seconds."""
-    return told(policy.choose(request, fleet, Context(now, Random(seed))), request, fleet)
+    return notified(policy.choose(request, fleet, Context(now, Random(seed))), request, fleet)
 
 
 def assert_routed(

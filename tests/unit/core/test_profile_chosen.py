@@ -9,7 +9,7 @@ from fairlead.core.canary import Canary
 from fairlead.core.columns import FloatColumn
 from fairlead.core.errors import PluginError
 from fairlead.core.fleet import Fleet
-from fairlead.core.policy import Context, Cycle, Filter, Picked, Scorer, Stage, clamped, told
+from fairlead.core.policy import Context, Cycle, Filter, Picked, Scorer, Stage, clamped, notified
 from fairlead.core.profile import Profile
 from fairlead.core.request import Request
 from fairlead.plugins.params import NoParams
@@ -52,7 +52,7 @@ def choose(
     profile = Profile("p", filters, scorers, RoundRobin(NoParams()), report)
     context = Context(0.0, Random(1))
     asked, known = request(), fleet("e0", "e1")
-    picks = [told(profile.choose(asked, known, context), asked, known) for _ in range(3)]
+    picks = [notified(profile.choose(asked, known, context), asked, known) for _ in range(3)]
     return [pick.slot if isinstance(pick, Picked) else -1 for pick in picks]
 
 
@@ -96,7 +96,7 @@ def test_a_choice_that_is_discarded_for_a_failed_plugin_is_shown_to_none(where: 
     profile = Profile("p", [], scorers, RoundRobin(NoParams()) if where == "scorer" else Strays(NoParams()))
     canary = Canary(LeastRequests(), profile, 100.0, errors.append)
     asked, known = request(), fleet("e0", "e1")
-    pick = told(canary.choose(asked, known, Context(0.0, Random(1))), asked, known)
+    pick = notified(canary.choose(asked, known, Context(0.0, Random(1))), asked, known)
     assert isinstance(pick, Picked) and pick.by == ""
     assert [error.plugin for error in errors] == ["failing" if where == "scorer" else profile.picker.name]
     assert shown.slots == failing.slots == []
@@ -108,7 +108,7 @@ def test_failures_are_counted_by_plugin(caplog: pytest.LogCaptureFixture) -> Non
     profile = Profile("p", [], [(broken, 1.0)], RoundRobin(NoParams()), watch.on_plugin_error)
     asked, known = request(), fleet()
     for _ in range(3):
-        told(profile.choose(asked, known, Context(0.0, Random(1))), asked, known)
+        notified(profile.choose(asked, known, Context(0.0, Random(1))), asked, known)
     page = b"".join(watch.exposition()).decode()
     assert 'fairlead_plugin_errors_total{plugin_name="broken"} 3' in page
     assert any("a plugin failed" in record.message for record in caplog.records)

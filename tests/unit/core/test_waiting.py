@@ -163,8 +163,8 @@ def test_the_wait_for_memory_is_part_of_the_explanation(fleet):
 def test_plugins_that_remember_picks_are_told_of_waiting_requests(fleet):
     policy = Remembering()
     found = bound(policy, fleet, waiting(1, 400), waiting(2, 100))
-    assert policy.told == [] and found.tell is not None
-    found.tell(found.waiting.request, found.slot, fleet)
+    assert policy.told == [] and found.notify is not None
+    found.notify(found.waiting.request, found.slot, fleet)
     assert policy.told == [(2, found.slot, NOW)]
 
 

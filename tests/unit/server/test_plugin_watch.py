@@ -10,7 +10,7 @@ from fairlead.core.canary import Canary
 from fairlead.core.errors import PluginError
 from fairlead.core.fairness import Strict
 from fairlead.core.flow import Waiting
-from fairlead.core.policy import Context, Picked, clamped, told
+from fairlead.core.policy import Context, Picked, clamped, notified
 from fairlead.core.profile import Profile
 from fairlead.plugins.guarding import GuardedCeiling, GuardedFairness, GuardedOrdering, Measuring, Parsing
 from fairlead.plugins.params import NoParams
@@ -122,7 +122,7 @@ async def test_a_policy_that_is_told_of_its_picks_is_interrupted(watch: Any) -> 
     policy, asked, known = Remembers(), request(), fleet("e0", "e1")
     policy.report_to(errors.append)
     for _ in range(3):
-        assert isinstance(told(policy.choose(asked, known, context()), asked, known), Picked)
+        assert isinstance(notified(policy.choose(asked, known, context()), asked, known), Picked)
         await asyncio.sleep(0)
     assert watch.count == 2 and "it is left out for 60 s" in str(errors[-1])
 

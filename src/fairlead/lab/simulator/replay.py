@@ -35,7 +35,7 @@ from fairlead.core.events import (
     StreamLost,
     UsageReported,
 )
-from fairlead.core.policy import Answer, Context, Guard, Picked, Policy, Refused, choose_or_raise, told
+from fairlead.core.policy import Answer, Context, Guard, Picked, Policy, Refused, choose_or_raise, notified
 from fairlead.core.records import DecisionRecord, Trace
 from fairlead.core.reports import SharedFleet
 from fairlead.core.request import Request
@@ -74,9 +74,9 @@ class Guided(Struct, frozen=True):
         held = fleet.match(request)
         share = 0.0 if held is None else float(held[slot if prefill < 0 else prefill])
         best = pick.best_share if isinstance(pick, Picked) else 0.0
-        tell = pick.tell if isinstance(pick, Picked) else None
+        notify = pick.notify if isinstance(pick, Picked) else None
         best = max(best, share)
-        return Picked(slot, prefill_slot=prefill, hit_share=share, best_share=best, trace=pick.trace, tell=tell)
+        return Picked(slot, prefill_slot=prefill, hit_share=share, best_share=best, trace=pick.trace, notify=notify)
 
 
 class Beside(Struct, frozen=True):
@@ -103,7 +103,7 @@ class Beside(Struct, frozen=True):
             own = Context(context.now, chance)
             try:
                 asked = self.guard.call_apart(context.now, choose_or_raise, self.guide, request, fleet, own)
-                pick = told(asked, request, fleet)
+                pick = notified(asked, request, fleet)
                 self.answers[request.id] = _name(pick, fleet), pick.trace
             except PLUGIN_FAILURES as error:
                 self.errors.append(of_plugin(self.guide.name, error))

@@ -20,7 +20,7 @@ from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import PLUGIN_FAILURES, ConfigError, ProtocolError, cannot_listen
 from fairlead.core.events import Outcome, RemotePick
 from fairlead.core.mirror import MirrorFleet
-from fairlead.core.policy import Context, Picked, Policy, Refused, choose_or_raise, told
+from fairlead.core.policy import Context, Picked, Policy, Refused, choose_or_raise, notified
 from fairlead.core.profile import in_order, runner_up
 from fairlead.core.request import Request
 from fairlead.gateway.grpc_frames import Status
@@ -186,7 +186,7 @@ class Session:
             column[fleet.slots_of(asked.hit_slots.tolist())] = asked.hit_shares
             request = replace(request, blocks=column)
         try:
-            pick = told(choose_or_raise(self._policy, request, fleet, context), request, fleet)
+            pick = notified(choose_or_raise(self._policy, request, fleet, context), request, fleet)
             return self._answer(request, asked.expected_output, pick)
         except PLUGIN_FAILURES:
             self._stats.failures += 1

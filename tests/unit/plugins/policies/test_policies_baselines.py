@@ -13,7 +13,7 @@ from fairlead.config.builtins import BUILTINS
 from fairlead.config.plugins import build_policy
 from fairlead.core.endpoint import Sample
 from fairlead.core.fleet import Fleet
-from fairlead.core.policy import Context, Cycle, told
+from fairlead.core.policy import Context, Cycle, notified
 from fairlead.core.request import Request
 from fairlead.plugins.filters.ability import Role, RoleParams
 from fairlead.plugins.policies.by_load import (
@@ -224,7 +224,7 @@ def test_dynamo_counts_blocks_in_use_once() -> None:
         rng, names = Random(3), []
         for number in range(times):
             asked = structs.replace(request(text + f" and question {number} " * 20), id=number + 1)
-            slot = told(policy.choose(asked, known, Context(0.0, rng)), asked, known).slot
+            slot = notified(policy.choose(asked, known, Context(0.0, rng)), asked, known).slot
             known.first_token(known.charge(asked, slot, 0.0, 0, 10.0), 0.1)
             names.append(known.table.ids[slot])
         return names
