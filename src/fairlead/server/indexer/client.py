@@ -25,6 +25,7 @@ from typing import Any
 import aiohttp
 
 from fairlead.pool.aio import cancelled, read_at_most
+from fairlead.pool.scrape import LazySession
 from fairlead.server.indexer.wire import MSGPACK, Answer, StateAnswer, read_answer, read_state, write
 
 FAILURES, POLL, POLL_MOST, POLL_TIMEOUT = 3, 0.5, 5.0, 2.0
@@ -62,28 +63,21 @@ class IndexClient:
         self._pause, self._until = PAUSE, -inf
         self._complained = False
         self._rng = Random()
-        self._session: aiohttp.ClientSession | None = None
+        self._session = LazySession({}, limit=MOST_ASKED + 2, keepalive_timeout=30)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=MOST_ASKED + 2, keepalive_timeout=30),
-            timeout=aiohttp.ClientTimeout(),
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
         self._task = asyncio.get_running_loop().create_task(self._follow())
 
     async def close(self) -> None:
         await cancelled(self._task)
-        self._task = None
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        self._task, self.up = None, False
+        await self._session.close()
 
     async def ask(self, **fields: Any) -> Answer | None:
         """Send a question with the fields of a `server.indexer.wire.Query`. `None` = no answer (see `RESULTS`)."""
         ends = self.ends
-        if not self.up or self._session is None:
+        if not self.up:
             ends["down"] += 1
             return None
         if self._open >= MOST_ASKED:
@@ -148,9 +142,8 @@ class IndexClient:
         self._on_state(state)
 
     async def _call(self, method: str, path: str, most: int, body: bytes | None = None) -> bytes:
-        assert self._session is not None, "start comes first"
         headers = {"Content-Type": MSGPACK} if body is not None else {}
-        async with self._session.request(
+        async with self._session.open().request(
             method, self.url + path, data=body, headers=headers, allow_redirects=False
         ) as response:
             received = await read_at_most(response.content, most, ValueError(f"{path}: more than {most} bytes"))
