@@ -25,6 +25,11 @@ DEAD = "EngineCore encountered an issue. See stack trace (above) for the root ca
 SCALE_OUT = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
 
 
+def encoded(value: object) -> bytes:
+    """Compact JSON. Lone surrogates become '?', because bytes must be UTF-8."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
+
+
 class ApiError(Exception):
     """An error answer to a request."""
 
@@ -36,7 +41,7 @@ class ApiError(Exception):
         super().__init__(message)
 
     def body(self) -> bytes:
-        return json.dumps(self._fields(), separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
+        return encoded(self._fields())
 
     def event(self) -> bytes:
         """The error as a server-sent event. Inside a stream, the real server serializes with spaces."""

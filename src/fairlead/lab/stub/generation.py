@@ -15,10 +15,10 @@ from fairlead.lab.engine import tokens as tk
 from fairlead.lab.engine.engine import Engine
 from fairlead.lab.engine.request import EngineRequest, Phase
 from fairlead.lab.stub.connection import Connection
-from fairlead.lab.stub.fields import ApiError
+from fairlead.lab.stub.fields import ApiError, encoded
 from fairlead.lab.stub.plans import Plan
 from fairlead.lab.stub.sampling import Stop, chat_logprobs, completion_logprobs
-from fairlead.lab.stub.shapes import Counts, Parts, Shape, id_list, quoted
+from fairlead.lab.stub.shapes import Counts, Parts, Shape
 
 REQUEST_HEADER = "endpoint-load-metrics-format"
 
@@ -156,7 +156,7 @@ class Generation:
 
     def echo(self, choice: Choice) -> bytes:
         """The prompt as the inside of a JSON string if the client asked for it (`echo`), otherwise empty."""
-        return quoted(tk.text(self.plan.prompts[choice.prompt]))[1:-1] if self.plan.echo else b""
+        return encoded(tk.text(self.plan.prompts[choice.prompt]))[1:-1] if self.plan.echo else b""
 
     def parts(self, choice: Choice, output: int) -> Parts:
         """The fields beside the text, for the tokens after the emitted ones up to token `output`."""
@@ -164,9 +164,9 @@ class Generation:
         done = request.phase is Phase.DONE
         return Parts(
             reason=request.finish_reason if done else "",
-            stop_reason=quoted(choice.stop.string) if done and choice.stop is not None else b"null",
+            stop_reason=encoded(choice.stop.string) if done and choice.stop is not None else b"null",
             logprobs=self._logprobs(choice, output),
-            ids=id_list(tk.output(request.seed, start, output)) if self.plan.return_token_ids else b"null",
+            ids=encoded(tk.ids(tk.output(request.seed, start, output))) if self.plan.return_token_ids else b"null",
             prompt_ids=b"null" if start else self.prompt_ids(choice),
         )
 
@@ -180,7 +180,7 @@ class Generation:
         return completion_logprobs(seed, start, output, top, offset)
 
     def prompt_ids(self, choice: Choice) -> bytes:
-        return id_list(self.plan.prompts[choice.prompt]) if self.plan.return_token_ids else b"null"
+        return encoded(tk.ids(self.plan.prompts[choice.prompt])) if self.plan.return_token_ids else b"null"
 
     def counts(self) -> Counts:
         """Token counts over all choices. A prompt counts once, however many choices it has."""

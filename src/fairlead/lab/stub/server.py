@@ -1,7 +1,6 @@
 """The HTTP side of one replica: a listening socket, its connections, and the handlers of its paths."""
 
 import asyncio
-import json
 import logging
 import random
 import time
@@ -21,7 +20,7 @@ from fairlead.lab.stub import fields
 from fairlead.lab.stub.config import NO_FAULTS, VERSION, StubConfig, changed
 from fairlead.lab.stub.connection import Connection, Heads, Held
 from fairlead.lab.stub.exposition import HttpStats, Part
-from fairlead.lab.stub.fields import SCALE_OUT, ApiError, Body
+from fairlead.lab.stub.fields import SCALE_OUT, ApiError, Body, encoded
 from fairlead.lab.stub.generation import REQUEST_HEADER
 from fairlead.lab.stub.metrics_page import other_page, vllm_page
 from fairlead.lab.stub.plans import (
@@ -212,7 +211,7 @@ def model_list(models: Models, max_model_len: int, rng: random.Random) -> bytes:
     """The body of /v1/models."""
     base = [_card(name, models.base, None, max_model_len, models.created, rng) for name in models.names]
     loras = [_card(name, path, models.base, None, created, rng) for name, (path, created) in models.loras.items()]
-    return _json({"object": "list", "data": [*base, *loras]})
+    return encoded({"object": "list", "data": [*base, *loras]})
 
 
 def _card(
@@ -252,10 +251,6 @@ Handler = Callable[[ReplicaServer, Connection, HttpRequest], None]
 
 def _body(request: HttpRequest) -> fields.Body:
     return fields.parse_body(request.body, request.headers.get("content-type", ""))
-
-
-def _json(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
 
 
 # ---------------------------------------------------------------- generation
@@ -300,13 +295,13 @@ def tokenize(site: ReplicaServer, connection: Connection, request: HttpRequest) 
         width = tk.TOKEN_BYTES
         strings = [tk.text(tokens[position : position + width]) for position in range(0, len(tokens), width)]
     limit = replica.spec.max_model_len
-    connection.reply(200, _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings}))
+    connection.reply(200, encoded({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings}))
 
 
 def count_tokens(site: ReplicaServer, connection: Connection, request: HttpRequest) -> None:
     replica = site.replica
     plan = plan_message({**_body(request), "max_tokens": 1}, replica.models, replica.config)
-    connection.reply(200, _json({"input_tokens": len(plan.prompts[0]) // tk.TOKEN_BYTES}))
+    connection.reply(200, encoded({"input_tokens": len(plan.prompts[0]) // tk.TOKEN_BYTES}))
 
 
 def detokenize(site: ReplicaServer, connection: Connection, request: HttpRequest) -> None:
@@ -314,7 +309,7 @@ def detokenize(site: ReplicaServer, connection: Connection, request: HttpRequest
     site.replica.models.resolve(fields.string(body, "model"))
     ids = [fields.integer({"tokens": item}, "tokens", 0) or 0 for item in fields.array(body, "tokens")]
     tokens = id_tokens(ids, site.replica.config.vocab_size) if ids else b""
-    connection.reply(200, _json({"prompt": tk.text(tokens)}))
+    connection.reply(200, encoded({"prompt": tk.text(tokens)}))
 
 
 # ---------------------------------------------------------------- models and adapters
@@ -363,7 +358,7 @@ def health(site: ReplicaServer, connection: Connection, request: HttpRequest) ->
 
 def _answering(tell: Callable[[Replica], object]) -> Handler:
     """A handler that answers with the result of `tell`, as JSON."""
-    return lambda site, connection, request: connection.reply(200, _json(tell(site.replica)))
+    return lambda site, connection, request: connection.reply(200, encoded(tell(site.replica)))
 
 
 # ---------------------------------------------------------------- faults
@@ -422,7 +417,7 @@ def kv_event_sources(site: ReplicaServer, connection: Connection, request: HttpR
         "max_queue_size": _QUEUE,
         "topic": "" if config.topic == "-" else config.topic,
     }
-    connection.reply(200, _json({str(config.rank): source}))
+    connection.reply(200, encoded({str(config.rank): source}))
 
 
 def kv_faults(site: ReplicaServer, connection: Connection, request: HttpRequest) -> None:
@@ -437,7 +432,7 @@ def kv_faults(site: ReplicaServer, connection: Connection, request: HttpRequest)
         except msgspec.ValidationError as error:
             raise ApiError(str(error)) from None
         answer = _do(asked, site.replica, publisher)
-    connection.reply(200, _json({"next_sequence": publisher.next_sequence, **answer}))
+    connection.reply(200, encoded({"next_sequence": publisher.next_sequence, **answer}))
 
 
 def _do(asked: KvFaults, replica: Replica, publisher: "KvPublisher") -> dict[str, object]:

@@ -4,23 +4,13 @@ The code assembles the bytes itself for speed, because an event is sent per toke
 `engine.tokens`); everything that a client chose is escaped once per request.
 """
 
-import json
 from collections.abc import Callable
 
 from msgspec import Struct
 
-from fairlead.lab.engine import tokens as tk
+from fairlead.lab.stub.fields import encoded
 
 DONE = b"data: [DONE]\n\n"
-
-
-def quoted(text: str) -> bytes:
-    """A JSON string. Lone surrogates become '?', because bytes must be UTF-8."""
-    return json.dumps(text, ensure_ascii=False).encode("utf-8", "replace")
-
-
-def id_list(tokens: bytes) -> bytes:
-    return json.dumps(tk.ids(tokens), separators=(",", ":")).encode()
 
 
 class Counts(Struct):
@@ -61,7 +51,7 @@ class Parts(Struct, frozen=True):
     prompt_ids: bytes = b"null"
 
     def finish(self) -> bytes:
-        return quoted(self.reason) if self.reason else b"null"
+        return encoded(self.reason) if self.reason else b"null"
 
 
 _NOTHING = Parts()
@@ -93,11 +83,11 @@ class Shape:
         """`limit`: the most tokens that the answer may have."""
         self._prompt_tokens = prompt_tokens
         self._limit = limit
-        self._temperature = json.dumps(temperature).encode()
-        self._id = quoted(answer_id)
+        self._temperature = encoded(temperature)
+        self._id = encoded(answer_id)
         self._created = created
-        self._model = quoted(model)
-        self._fingerprint = b'"system_fingerprint":%b' % quoted(fingerprint)
+        self._model = encoded(model)
+        self._fingerprint = b'"system_fingerprint":%b' % encoded(fingerprint)
 
     def _opening(self, kind: bytes) -> bytes:
         return b'{"id":%b,"object":%b,"created":%d,"model":%b,"choices":' % (self._id, kind, self._created, self._model)
