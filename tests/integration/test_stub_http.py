@@ -5,9 +5,9 @@ import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
+from stub_http import QUICK, STUCK, Http
 
 from fairlead.apis.engine_metrics import ENGINES, compile_engine
 from fairlead.apis.prometheus import read_page
@@ -17,88 +17,12 @@ from fairlead.lab.stub.config import StubConfig
 from fairlead.lab.stub.pool import StubPool
 from fairlead.testing import builders
 
-
-async def _ask(address: str, request: bytes) -> bytes:
-    """Send and read until the server closes."""
-    host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    try:
-        writer.write(request)
-        return await asyncio.wait_for(reader.read(), 20)
-    finally:
-        writer.close()
-
-
-def _split(response: bytes) -> tuple[str, list[tuple[str, str]], bytes]:
-    head, _, body = response.partition(b"\r\n\r\n")
-    lines = head.decode("latin-1").split("\r\n")
-    headers = [(name, value) for name, _, value in (line.partition(": ") for line in lines[1:])]
-    if dict(headers).get("transfer-encoding") == "chunked":
-        body = _dechunk(body)
-    return lines[0], headers, body
-
-
-def _dechunk(body: bytes) -> bytes:
-    parts = []
-    at = 0
-    while True:
-        end = body.index(b"\r\n", at)
-        count = int(body[at:end], 16)
-        at = end + 2 + count + 2
-        assert body[at - 2 : at] == b"\r\n"
-        if not count:
-            assert at == len(body)
-            return b"".join(parts)
-        parts.append(body[end + 2 : at - 2])
-        # The real server sends an event per chunk.
-        assert parts[-1].endswith(b"\n\n") and parts[-1].count(b"\n\n") == 1
-
-
-def _request(path: str, body: object, *extra: str, method: str = "POST") -> bytes:
-    data = json.dumps(body).encode() if body is not None else b""
-    lines = [f"{method} {path} HTTP/1.1", "host: x", "content-type: application/json", *extra]
-    return "\r\n".join([*lines, f"content-length: {len(data)}", "", ""]).encode() + data
-
-
-async def _post(address: str, path: str, body: object, method: str = "POST") -> tuple[int, bytes]:
-    answer = await _ask(address, _request(path, body, "connection: close", method=method))
-    status, _, content = _split(answer)
-    return int(status.split(" ")[1]), content
-
-
-async def _get(address: str, path: str) -> tuple[int, bytes]:
-    return await _post(address, path, None, "GET")
-
-
-async def _open(address: str, path: str, body: object) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Send a request and read the head of its answer."""
-    host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(_request(path, body))
-    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
-    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
-    return reader, writer
-
-
-async def _until(condition: Any, what: str) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError(f"in ten seconds: {what}")
-
-
-#: A step per millisecond.
-_QUICK = StubConfig(engine=EngineSpec(latency=LatencyModel(1.0), num_blocks=5000, max_model_len=40_000), model="tiny")
-#: A step per hour: nothing ends by itself.
-_STUCK = StubConfig(
-    engine=EngineSpec(latency=LatencyModel(3_600_000.0), num_blocks=5000, max_model_len=40_000), model="tiny"
-)
+_HTTP = Http()
 
 
 @pytest.fixture
 async def quick() -> AsyncIterator[StubPool]:
-    async with StubPool(_QUICK, replicas=2) as pool:
+    async with StubPool(QUICK, replicas=2) as pool:
         yield pool
 
 
@@ -106,8 +30,8 @@ async def quick() -> AsyncIterator[StubPool]:
 
 
 async def test_the_head_of_a_stream_comes_before_the_prefill():
-    async with StubPool(_STUCK) as pool:
-        reader, writer = await _open(pool.addresses[0], "/v1/chat/completions", _chat("hi", stream=True))
+    async with StubPool(STUCK) as pool:
+        reader, writer = await _HTTP.open(pool.addresses[0], "/v1/chat/completions", _chat("hi", stream=True))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(reader.read(1), 0.05)
         writer.close()
@@ -117,22 +41,16 @@ def _chat(text: str, **more: object) -> dict[str, object]:
     return {"messages": [{"role": "user", "content": text}], **more}
 
 
-def _events(body: bytes) -> list[Any]:
-    lines = [event.removeprefix("data: ") for event in body.decode().removesuffix("\n\n").split("\n\n")]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
 @pytest.mark.parametrize("interval", [1, 5])
 async def test_stream_and_whole_answer_say_the_same(interval):
-    config = StubConfig(engine=_QUICK.engine, model="tiny", stream_interval=interval)
+    config = StubConfig(engine=QUICK.engine, model="tiny", stream_interval=interval)
     async with StubPool(config) as pool:
         address = pool.addresses[0]
         asked = {"prompt": "tell me", "max_tokens": 23}
-        _, whole = await _post(address, "/v1/completions", asked)
+        _, whole = await _HTTP.post(address, "/v1/completions", asked)
         options = {"stream": True, "stream_options": {"include_usage": True}}
-        _, stream = await _post(address, "/v1/completions", asked | options)
-        events = _events(stream)
+        _, stream = await _HTTP.post(address, "/v1/completions", asked | options)
+        events = _HTTP.events(stream)
         text = "".join(event["choices"][0]["text"] for event in events[:-1])
         answer = json.loads(whole)
         assert text == answer["choices"][0]["text"]
@@ -146,15 +64,15 @@ async def test_stream_and_whole_answer_say_the_same(interval):
 async def test_choices_of_several_prompts_keep_their_index_and_text(quick):
     address = quick.addresses[0]
     asked = {"prompt": ["one", "two"], "n": 2, "max_tokens": 6}
-    _, whole = await _post(address, "/v1/completions", asked)
+    _, whole = await _HTTP.post(address, "/v1/completions", asked)
     answer = json.loads(whole)
     texts = [choice["text"] for choice in answer["choices"]]
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     assert len(set(texts)) == 4
     assert answer["usage"]["completion_tokens"] == 24
-    _, stream = await _post(address, "/v1/completions", asked | {"stream": True})
+    _, stream = await _HTTP.post(address, "/v1/completions", asked | {"stream": True})
     streamed = ["", "", "", ""]
-    for event in _events(stream):
+    for event in _HTTP.events(stream):
         for choice in event["choices"]:
             streamed[choice["index"]] += choice["text"]
     assert streamed == texts
@@ -166,9 +84,9 @@ async def test_a_request_is_as_many_sequences_for_the_scheduler_as_for_the_serve
     parsed = parse_request("/v1/completions", json.dumps(asked).encode())
     fleet = builders.fleet("e0")
     lease = fleet.charge(builders.request(prompt_tokens=400, sequences=parsed.n), 0, 0.0, 0, 6 * 100.0)
-    _, writer = await _open(address, "/v1/completions", asked)
+    _, writer = await _HTTP.open(address, "/v1/completions", asked)
     for _ in range(2000):
-        sample = read_page((await _get(address, "/metrics"))[1], compile_engine(ENGINES["vllm"])).sample
+        sample = read_page((await _HTTP.get(address, "/metrics"))[1], compile_engine(ENGINES["vllm"])).sample
         if sample.running >= 6:
             break
         await asyncio.sleep(0.005)
@@ -181,8 +99,10 @@ async def test_a_request_is_as_many_sequences_for_the_scheduler_as_for_the_serve
 
 
 async def test_a_chat_stream_of_two_choices_opens_both_and_ends_both(quick):
-    _, stream = await _post(quick.addresses[0], "/v1/chat/completions", _chat("hi", n=2, max_tokens=4, stream=True))
-    events = _events(stream)
+    _, stream = await _HTTP.post(
+        quick.addresses[0], "/v1/chat/completions", _chat("hi", n=2, max_tokens=4, stream=True)
+    )
+    events = _HTTP.events(stream)
     roles = [e["choices"][0]["index"] for e in events if "role" in e["choices"][0]["delta"]]
     ends = [e["choices"][0]["index"] for e in events if e["choices"][0]["finish_reason"]]
     assert roles == [0, 1]
@@ -193,11 +113,11 @@ async def test_a_chat_stream_of_two_choices_opens_both_and_ends_both(quick):
 async def test_the_next_turn_of_a_conversation_hits_question_and_answer(quick):
     address = quick.addresses[0]
     first = _chat("a question of some length " * 20, max_tokens=64)
-    _, body = await _post(address, "/v1/chat/completions", first)
+    _, body = await _HTTP.post(address, "/v1/chat/completions", first)
     answer = json.loads(body)
     reply = answer["choices"][0]["message"]["content"].strip()
     messages = [*first["messages"], {"role": "assistant", "content": reply}, {"role": "user", "content": "more"}]
-    _, body = await _post(address, "/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+    _, body = await _HTTP.post(address, "/v1/chat/completions", {"messages": messages, "max_tokens": 1})
     usage = json.loads(body)["usage"]
     before = answer["usage"]["total_tokens"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == (before - 1) // 16 * 16
@@ -205,29 +125,29 @@ async def test_the_next_turn_of_a_conversation_hits_question_and_answer(quick):
 
 async def test_echo_puts_the_prompt_in_front(quick):
     asked = {"prompt": 'say "é"\n', "max_tokens": 2, "echo": True}
-    _, body = await _post(quick.addresses[0], "/v1/completions", asked)
+    _, body = await _HTTP.post(quick.addresses[0], "/v1/completions", asked)
     whole = json.loads(body)["choices"][0]["text"]
     assert whole.startswith('say "é"\n')
-    _, stream = await _post(quick.addresses[0], "/v1/completions", asked | {"stream": True})
-    assert "".join(event["choices"][0]["text"] for event in _events(stream)) == whole
+    _, stream = await _HTTP.post(quick.addresses[0], "/v1/completions", asked | {"stream": True})
+    assert "".join(event["choices"][0]["text"] for event in _HTTP.events(stream)) == whole
 
 
 async def test_token_ids_are_those_of_the_tokenizer_and_make_the_text(quick):
     address = quick.addresses[0]
     asked = {"prompt": "hello world!", "max_tokens": 3, "return_token_ids": True}
-    choice = json.loads((await _post(address, "/v1/completions", asked))[1])["choices"][0]
-    tokens = json.loads((await _post(address, "/tokenize", {"prompt": "hello world!"}))[1])["tokens"]
+    choice = json.loads((await _HTTP.post(address, "/v1/completions", asked))[1])["choices"][0]
+    tokens = json.loads((await _HTTP.post(address, "/tokenize", {"prompt": "hello world!"}))[1])["tokens"]
     assert choice["prompt_token_ids"] == tokens
-    text = json.loads((await _post(address, "/detokenize", {"tokens": choice["token_ids"]}))[1])["prompt"]
+    text = json.loads((await _HTTP.post(address, "/detokenize", {"tokens": choice["token_ids"]}))[1])["prompt"]
     assert text == choice["text"]
-    _, stream = await _post(address, "/v1/completions", asked | {"stream": True})
-    events = _events(stream)
+    _, stream = await _HTTP.post(address, "/v1/completions", asked | {"stream": True})
+    events = _HTTP.events(stream)
     assert events[0]["choices"][0]["prompt_token_ids"] == tokens
     assert [i for event in events for i in event["choices"][0]["token_ids"]] == choice["token_ids"]
 
 
 async def test_without_a_limit_the_model_stops_by_itself(quick):
-    _, body = await _post(quick.addresses[0], "/v1/chat/completions", _chat("hi"))
+    _, body = await _HTTP.post(quick.addresses[0], "/v1/chat/completions", _chat("hi"))
     answer = json.loads(body)
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert 128 <= answer["usage"]["completion_tokens"] < 128 + 256
@@ -242,11 +162,11 @@ async def test_a_client_that_goes_away_is_aborted_in_the_engine(quick):
         asked = {"prompt": "x", "max_tokens": 30_000, "stream": stream}
         host, _, port = quick.addresses[0].rpartition(":")
         _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(_request("/v1/completions", asked))
-        await _until(lambda: replica.engine.running() == 1, "the request runs")
+        writer.write(_HTTP.request("/v1/completions", asked))
+        await _HTTP.until(lambda: replica.engine.running() == 1, "the request runs")
         writer.close()
-        await _until(lambda: replica.engine.running() == 0, "the request is gone")
-        await _until(lambda: replica.engine.stats.gauges.running == 0, "the gauge shows it")
+        await _HTTP.until(lambda: replica.engine.running() == 0, "the request is gone")
+        await _HTTP.until(lambda: replica.engine.stats.gauges.running == 0, "the gauge shows it")
     assert replica.in_flight == 0
     assert replica.engine.stats.finished == {"stop": 0, "length": 0}
     replica.engine.validate()
@@ -274,14 +194,14 @@ async def test_a_slow_client_costs_no_memory_and_gets_everything(step_ms, until_
         replica = pool.replica(0)
         reader, writer = await _connect_slowly(pool.addresses[0], buffer)
         asked = {"prompt": "x", "max_tokens": count, "stream": True}
-        writer.write(_request("/v1/completions", asked, "connection: close"))
-        await _until(lambda: pool.connections(0) == 1, "the connection is there")
-        await _until(lambda: pool.held(0)[0].waits, "the stub waits for the client")
+        writer.write(_HTTP.request("/v1/completions", asked, "connection: close"))
+        await _HTTP.until(lambda: pool.connections(0) == 1, "the connection is there")
+        await _HTTP.until(lambda: pool.held(0)[0].waits, "the stub waits for the client")
         if until_the_end:
-            await _until(lambda: replica.engine.stats.finished["length"] == 1, "the engine is done")
+            await _HTTP.until(lambda: replica.engine.stats.finished["length"] == 1, "the engine is done")
         assert pool.held(0)[0].unsent < 200_000
-        _, _, body = _split(await asyncio.wait_for(reader.read(-1), 20))
-        events = _events(body)
+        _, _, body = _HTTP.split(await asyncio.wait_for(reader.read(-1), 20))
+        events = _HTTP.events(body)
         text = "".join(event["choices"][0]["text"] for event in events)
         assert len(text) == 4 * count
         assert len(events) < count
@@ -292,11 +212,11 @@ async def test_a_slow_client_costs_no_memory_and_gets_everything(step_ms, until_
 async def test_a_client_far_ahead_is_made_to_wait_and_gets_every_answer(quick):
     reader, writer = await _connect_slowly(quick.addresses[0])
     count = 250
-    requests = _request("/metrics", None, "x-padding: " + "p" * 2000, method="GET") * (count - 1)
-    requests += _request("/metrics", None, "connection: close", method="GET")
+    requests = _HTTP.request("/metrics", None, "x-padding: " + "p" * 2000, method="GET") * (count - 1)
+    requests += _HTTP.request("/metrics", None, "connection: close", method="GET")
     writer.write(requests)
-    await _until(lambda: quick.connections(0) == 1, "the connection is there")
-    await _until(lambda: not quick.held(0)[0].reads, "the stub reads no further")
+    await _HTTP.until(lambda: quick.connections(0) == 1, "the connection is there")
+    await _HTTP.until(lambda: not quick.held(0)[0].reads, "the stub reads no further")
     assert quick.held(0)[0].unserved < 1_000_000
     answer = await asyncio.wait_for(reader.read(), 20)
     assert answer.count(b"HTTP/1.1 200 OK\r\n") == count
@@ -305,11 +225,13 @@ async def test_a_client_far_ahead_is_made_to_wait_and_gets_every_answer(quick):
 
 async def test_pipelined_requests_are_answered_in_order(quick):
     requests = b"".join(
-        _request("/v1/completions", {"prompt": "x" * i, "max_tokens": 5, "stream": i % 2 == 0, "request_id": str(i)})
+        _HTTP.request(
+            "/v1/completions", {"prompt": "x" * i, "max_tokens": 5, "stream": i % 2 == 0, "request_id": str(i)}
+        )
         for i in range(1, 7)
     )
-    requests += _request("/version", None, "connection: close", method="GET")
-    answer = await _ask(quick.addresses[0], requests)
+    requests += _HTTP.request("/version", None, "connection: close", method="GET")
+    answer = await _HTTP.ask(quick.addresses[0], requests)
     positions = [answer.index(b'"cmpl-%d"' % i) for i in range(1, 7)]
     assert positions == sorted(positions)
     assert answer.count(b"HTTP/1.1 200 OK") == 7
@@ -319,7 +241,9 @@ async def test_pipelined_requests_are_answered_in_order(quick):
 async def test_expect_100_continue_is_answered(quick):
     host, _, port = quick.addresses[0].rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    whole = _request("/v1/completions", {"prompt": "x", "max_tokens": 1}, "expect: 100-continue", "connection: close")
+    whole = _HTTP.request(
+        "/v1/completions", {"prompt": "x", "max_tokens": 1}, "expect: 100-continue", "connection: close"
+    )
     head, _, body = whole.partition(b"\r\n\r\n")
     writer.write(head + b"\r\n\r\n")
     assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5) == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -331,10 +255,10 @@ async def test_expect_100_continue_is_answered(quick):
 async def test_http_1_0_gets_a_stream_without_chunks(quick):
     body = json.dumps({"prompt": "x", "max_tokens": 3, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    status, headers, content = _split(await _ask(quick.addresses[0], head.encode() + body))
+    status, headers, content = _HTTP.split(await _HTTP.ask(quick.addresses[0], head.encode() + body))
     assert status == "HTTP/1.1 200 OK"
     assert "transfer-encoding" not in dict(headers)
-    assert len(_events(content)) >= 1
+    assert len(_HTTP.events(content)) >= 1
 
 
 @pytest.mark.parametrize(
@@ -353,17 +277,17 @@ async def test_http_1_0_gets_a_stream_without_chunks(quick):
     ],
 )
 async def test_malformed_requests_are_refused_and_harm_nobody(quick, raw, status):
-    answer = await _ask(quick.addresses[0], raw)
+    answer = await _HTTP.ask(quick.addresses[0], raw)
     assert answer.startswith(b"HTTP/1.1 %d " % status)
-    assert (await _get(quick.addresses[0], "/health"))[0] == 200
+    assert (await _HTTP.get(quick.addresses[0], "/health"))[0] == 200
 
 
 async def test_a_body_in_chunks_is_understood(quick):
     body = json.dumps({"prompt": "x" * 3000, "max_tokens": 1}).encode()
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:10], body[10:2000], body[2000:]))
     head = b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n"
-    answer = await _ask(quick.addresses[0], head + b"connection: close\r\n\r\n" + chunks + b"0\r\n\r\n")
-    assert json.loads(_split(answer)[2])["usage"]["prompt_tokens"] == 750
+    answer = await _HTTP.ask(quick.addresses[0], head + b"connection: close\r\n\r\n" + chunks + b"0\r\n\r\n")
+    assert json.loads(_HTTP.split(answer)[2])["usage"]["prompt_tokens"] == 750
 
 
 @pytest.mark.parametrize("turns", range(5))
