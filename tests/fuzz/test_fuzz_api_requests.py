@@ -4,11 +4,11 @@ import contextlib
 import json
 import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from mutated import TOKENS, load, mutated
 
 from fairlead.apis import engine_grpc
 from fairlead.apis.body import is_utf8
@@ -71,32 +71,6 @@ def objects(draw: st.DrawFn) -> bytes:
     return ("{" + ",".join(members) + "}").encode("utf-8", "surrogatepass")
 
 
-@st.composite
-def mutated(draw: st.DrawFn, seeds: st.SearchStrategy[bytes], tokens: list[bytes]) -> bytes:
-    data = bytearray(draw(seeds))
-    for _ in range(draw(st.integers(1, 5))):
-        at = draw(st.integers(0, len(data)))
-        end = min(len(data), at + draw(st.integers(0, 20)))
-        data[at:end] = draw(st.sampled_from([b"", *tokens]) | st.binary(max_size=4))
-    return bytes(data)
-
-
-TOKENS = [
-    b'"',
-    b"\\",
-    b"{",
-    b"}",
-    b"[",
-    b"]",
-    b",",
-    b":",
-    b"\xff",
-    b"\xc3",
-    b"null",
-    b'"type":"image"',
-    b"1e999",
-    b"\0",
-]
 bodies = objects() | mutated(objects() | st.sampled_from(REQUESTS), TOKENS) | st.binary(max_size=100)
 
 
@@ -125,13 +99,6 @@ def refused(api: str, error: ClientError) -> None:
     assert error.status == 400
     assert error.message
     error_body(api, error.status, error.message, param=error.param, code=error.code).decode()
-
-
-def load(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        return None
 
 
 @json_bodies
