@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 from struct import pack
+from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
@@ -112,23 +113,23 @@ def ideal_hit(workload: Workload) -> float:
 
 
 def describe(workload: Workload) -> list[str]:
-    records = workload.records
-    if not records:
+    """The `figures` for people."""
+    if not workload.records:
         return [f"{workload.name}: no requests"]
-    seconds = workload.duration_s
-    sessions = len({record.session for record in records if record.session})
+    told, seconds = figures(workload), workload.duration_s
+    rate = f" ({len(workload) / seconds:.2f}/s)" if seconds else ""
+    spread = "mean {mean:,.0f}  p50 {p50:,.0f}  max {max:,}".format
     return [
-        f"{workload.name}: {len(records):,} requests in {seconds:,.0f} s"
-        + (f" ({len(records) / seconds:.2f}/s)" if seconds else "")
-        + f", {workload.dispatch} dispatch, {sessions:,} sessions",
-        "  input   " + _spread([record.in_tokens for record in records]),
-        "  output  " + _spread([record.out_tokens for record in records]),
-        f"  ideal prefix hit {ideal_hit(workload):.1%}, blocks of {workload.block_size or 'no'} tokens",
+        f"{workload.name}: {len(workload):,} requests in {seconds:,.0f} s{rate}, {workload.dispatch} dispatch,"
+        f" {told['sessions']:,} sessions",
+        "  input   " + spread(**told["in_tokens"]),
+        "  output  " + spread(**told["out_tokens"]),
+        f"  ideal prefix hit {told['ideal_hit']:.1%}, blocks of {workload.block_size or 'no'} tokens",
     ]
 
 
-def figures(workload: Workload) -> dict[str, object]:
-    """The same description for programs: seconds, tokens, shares."""
+def figures(workload: Workload) -> dict[str, Any]:
+    """A description for programs: seconds, tokens, shares."""
     records = workload.records
     return {
         "name": workload.name,
@@ -145,7 +146,3 @@ def figures(workload: Workload) -> dict[str, object]:
 
 def _mean_and_more(values: Sequence[int]) -> dict[str, float]:
     return {"mean": fmean(values), "p50": median(values), "max": max(values)} if values else {}
-
-
-def _spread(values: Sequence[int]) -> str:
-    return f"mean {fmean(values):,.0f}  p50 {median(values):,.0f}  max {max(values):,}"
