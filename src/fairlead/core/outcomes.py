@@ -18,12 +18,12 @@ class OutcomeObservers:
     failed to return twice rests."""
 
     def __init__(self, policy: Policy, report: Callable[[PluginError], None] | None) -> None:
-        found = dict[int, tuple[Guard, OutcomeObserver]]()
+        observers = dict[int, tuple[Guard, OutcomeObserver]]()
         for part in _parts(policy):
             guard, plugin = (part, part.plugin) if isinstance(part, Guard) else (Guard(part.name), part)
             if isinstance(plugin, OutcomeObserver):
-                found[id(plugin)] = guard, plugin
-        self._observers, self._report = tuple(found.values()), report
+                observers[id(plugin)] = guard, plugin
+        self._observers, self._report = tuple(observers.values()), report
 
     def __bool__(self) -> bool:
         return bool(self._observers)

@@ -127,7 +127,7 @@ class Pipeline:
         #: Questions to schedulers in other processes; `None` = there are none.
         self.parking: Parking | None = None if remotes is None else Parking(remotes)
         self.peers = Peers(clock, fleet, flow_controller.flow if flow_controller is not None else None)
-        self.requests = Requests()  # all that have arrived and not ended
+        self.requests = Requests()
         self._endings = Endings(clock, self._over)
         self._by_kind: dict[type, Callable[..., list[Instruction]]] = {
             ev.RequestArrived: self._request_arrived,
@@ -499,8 +499,10 @@ class Pipeline:
 
     def _listen(self) -> None:
         """Tell the policy's plugins from now on how requests end. Without such plugins this costs nothing."""
-        told, handlers = OutcomeObservers(self.policy, self._report), self._by_kind
-        self._handlers = {kind: told.after(handlers[kind], self._clock) for kind in handlers} if told else handlers
+        observers, handlers = OutcomeObservers(self.policy, self._report), self._by_kind
+        if observers:
+            handlers = {kind: observers.after(handler, self._clock) for kind, handler in handlers.items()}
+        self._handlers = handlers
 
     def _choose(self, policy: Policy, request: Request, now: float) -> Answer:
         try:
