@@ -295,14 +295,14 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> Figures:
 def judged(results: Sequence[CellResult]) -> dict[str, Figures]:
     """The regrets of the means over the seeds, and with several seeds the standard deviations of each seed's
     (`ttft_mean_ms_sd`)."""
-    found = regrets(mean_figures(results))
+    regret = regrets(mean_figures(results))
     seeds = dict.fromkeys(result.seed for result in results)
     if len(seeds) > 1:
-        each = [regrets(mean_figures([result for result in results if result.seed == seed])) for seed in seeds]
-        for policy, row in found.items():
-            rows = [one[policy] for one in each if policy in one]
-            row |= {f"{name}_sd": round(stdev(one[name] for one in rows), 3) for name in _SPREAD if rows[1:]}
-    return found
+        of_seeds = [regrets(mean_figures([result for result in results if result.seed == seed])) for seed in seeds]
+        for policy, figures in regret.items():
+            rows = [of_seed[policy] for of_seed in of_seeds if policy in of_seed]
+            figures |= {f"{name}_sd": round(stdev(row[name] for row in rows), 3) for name in _SPREAD if rows[1:]}
+    return regret
 
 
 def ratios_in_words(regret: Mapping[str, Mapping[str, float]]) -> str:

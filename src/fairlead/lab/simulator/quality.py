@@ -200,8 +200,10 @@ def comparison(results: Sequence[CellResult]) -> Comparison:
         {name.removesuffix(end): rows for name, rows in summary.items() if name.endswith(end)} for end in (KNOWN, CALM)
     )
     own = {name: rows for name, rows in summary.items() if not name.endswith((KNOWN, CALM))}
-    found = {name: judged([r for r in results if r.scenario in among]) for name in SETS if (among := of_set(name, own))}
-    return Comparison(scenarios=own, known=known, calm=calm, regrets={name: row for name, row in found.items() if row})
+    sets = {name: judged([r for r in results if r.scenario in among]) for name in SETS if (among := of_set(name, own))}
+    return Comparison(
+        scenarios=own, known=known, calm=calm, regrets={name: rows for name, rows in sets.items() if rows}
+    )
 
 
 def of_set(chosen: str, scenarios: Iterable[str]) -> list[str]:
