@@ -376,7 +376,7 @@ def in_force(run: Run) -> tuple[Any, float]:
                 now, decided = body.document, 0
             decided += kind == DECIDED
         counts.append((now, decided))
-    sums = [(sum(n for other, n in counts if other == document), document) for document, _ in counts]
+    sums = [(sum(n for later, n in counts if later == document), document) for document, _ in counts]
     most, document = max(sums, key=lambda pair: pair[0])
     total = sum(n for _, n in counts)
     return document, most / total if total else 1.0
