@@ -21,6 +21,7 @@ Rules
 import re
 from collections.abc import Mapping
 from ipaddress import IPv6Address, ip_address
+from urllib.parse import urlsplit
 
 from msgspec import Struct
 
@@ -215,13 +216,29 @@ def _metrics_url(entry: _Entry, labels: Mapping[str, str]) -> str:
     key = "metrics_url" if "metrics_url" in entry.fields else "metricsUrl"
     url = entry.text(key)
     if url:
-        if not url.startswith(("http://", "https://")):
-            raise entry.wrong(key, f"{url[:80]!r} is neither http nor https")
+        if fault := url_fault(url):
+            raise entry.wrong(key, fault)
         return url
     other_port = labels.get(PORT_LABEL)
     if other_port and not port_number(other_port):
         place = (*entry.place_of("labels"), PORT_LABEL)
         raise WrongEntry(f"{other_port[:80]!r} is not a port", entry.line("labels"), place)
+    return ""
+
+
+def url_fault(url: str) -> str:
+    """Why no page can be read at this URL; empty = it can."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    except ValueError as error:
+        return f"{url[:80]!r} is no URL: {error}"
+    if parts.scheme not in ("http", "https"):
+        return f"{url[:80]!r} is neither http nor https"
+    if parts.username is not None or parts.password is not None:
+        return "the URL has a user or a password, which are not sent; a token can be (metrics.tokenFile)"
+    if not host.isascii() or not host or any(c <= " " for c in host) or port == 0:
+        return f"{url[:80]!r} has no usable host and port"
     return ""
 
 

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from fairlead import __version__
 from fairlead.apis.engine_metrics import DEFAULT_ENGINE, ENGINES, EngineMetrics, compile_engine, engine_of
 from fairlead.apis.prometheus import PageReader, Reading, came_instead
+from fairlead.config.endpoint_list import url_fault
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import MetricsFailed, MetricsSampled
 from fairlead.pool.aio import read_at_most
@@ -72,17 +73,11 @@ class PageAddress(Struct, frozen=True):
 
 def page_address(url: str) -> PageAddress:
     """Parse a metrics URL. Raises `ValueError` with a reason for anything but a plain http(s) URL."""
+    if fault := url_fault(url):
+        raise ValueError(fault)
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https"):
-        raise ValueError(f"the metrics URL {url!r} is neither http nor https")
-    if parts.username is not None or parts.password is not None:
-        raise ValueError("the metrics URL carries credentials; use a token file")
     host = parts.hostname or ""
-    if not host.isascii() or not host or any(c <= " " for c in host):
-        raise ValueError(f"the metrics URL {url!r} has no usable host")
-    port = parts.port if parts.port is not None else (443 if parts.scheme == "https" else 80)
-    if not port:
-        raise ValueError(f"the metrics URL {url!r} has port 0")
+    port = parts.port or (443 if parts.scheme == "https" else 80)
     target = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._")
     if parts.query:
         target += "?" + quote(parts.query, safe="/%:@!$&'()*+,;=~-._?")

@@ -553,7 +553,7 @@ async def test_problems_are_reported_when_they_change(bench: Bench) -> None:
 async def test_a_bad_metrics_url_is_fed_as_a_failure(bench: Bench) -> None:
     bench.scraper.up(Endpoint("x", "10.0.0.1:1", metrics_url="ftp://x/"))
     await bench.world.advance(1)
-    assert bench.failures == ["the metrics URL 'ftp://x/' is neither http nor https"]
+    assert bench.failures == ["'ftp://x/' is neither http nor https"]
 
 
 async def test_a_consumer_that_raises_does_not_stop_the_scraping() -> None:
