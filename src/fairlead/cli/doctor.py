@@ -63,7 +63,8 @@ def doctor(
     if list_checks:
         typer.echo(listed(checks))
         return
-    urls = {"admin": admin, "gateway": gateway, "gateway_admin": gateway_admin}
+    given = {"admin": admin, "gateway": gateway, "gateway_admin": gateway_admin}
+    urls = {name: url if "://" in url else url and f"http://{url}" for name, url in given.items()}
     examination = _examined(load(config_file(file)), checks, urls, probe)
     terminal = sys.stdout.isatty()
     colour, width = terminal and not os.environ.get("NO_COLOR"), get_terminal_size().columns if terminal else 0
