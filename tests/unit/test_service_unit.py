@@ -25,5 +25,5 @@ def test_the_systemd_unit_fits_the_program() -> None:
     assert service["KillMode"] == "mixed", "only the parent is told to end: it ends its children in order"
     assert service["Environment"] == f"TMPDIR=/run/{service['RuntimeDirectory']}", "nobody cleans up there"
     page = (ROOT / "docs" / "vms.md").read_text()
-    assert program in page and file.rpartition("/")[0] in page
+    assert f"PATH={Path(program).parent}:" in page and file.rpartition("/")[0] in page
     assert f"/var/lib/{service['StateDirectory']}/" in page
