@@ -9,7 +9,7 @@ Rules
 * A new file replaces the old one when it is complete and on the disk. A process that is killed leaves the old one.
 * Only one process writes: it holds a lock until it ends. Other processes read, and write once that process has ended.
 * `StateFile` keeps an endpoint's parts until the endpoint joins the pool. Parts older than `state.maxAge` are dropped.
-* A replica that becomes the leader takes over the file of the last one (`inherit`, see `server.live.heir`).
+* A replica that becomes the leader takes over the file of the last one (`inherit`, see `server.live.handover`).
 """
 
 import asyncio

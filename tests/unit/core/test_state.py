@@ -175,38 +175,38 @@ def test_an_engine_that_was_restarted_is_not_believed(page: Sample, scraped_firs
 def test_another_scheduler_that_served_until_now_knows_better() -> None:
     """This one led once, and stood by since: what it knows goes. Its scrape is older than the other's."""
     fleet, tokens = experienced()
-    heir = pool(2, replace(PAGE, prefix_queries=40_000.0))
-    lease = heir.charge(request(0, chain("old")), 0, 0.0, 0, 100.0)
-    heir.ledger.release(lease)
+    successor = pool(2, replace(PAGE, prefix_queries=40_000.0))
+    lease = successor.charge(request(0, chain("old")), 0, 0.0, 0, 100.0)
+    successor.ledger.release(lease)
     for part in known(fleet, tokens):
-        heir.restore(part, 1.0, 5.0, instead=True)
-        heir.validate()
-    assert (hits(heir) == hits(fleet)).all()
-    assert heir.match(request(0, chain("old"))) is None
-    heir.sampled("e0", 3.0, 5.1, replace(PAGE, prefix_queries=45_000.0))  # sent before the other's last one
-    assert (hits(heir) == hits(fleet)).all()
+        successor.restore(part, 1.0, 5.0, instead=True)
+        successor.validate()
+    assert (hits(successor) == hits(fleet)).all()
+    assert successor.match(request(0, chain("old"))) is None
+    successor.sampled("e0", 3.0, 5.1, replace(PAGE, prefix_queries=45_000.0))  # sent before the other's last one
+    assert (hits(successor) == hits(fleet)).all()
     for number in range(2):
-        heir.sampled(f"e{number}", 5.2, 5.3, replace(PAGE, prefix_queries=50_001.0))
-    heir.validate()
-    assert (hits(heir) == hits(fleet)).all()
+        successor.sampled(f"e{number}", 5.2, 5.3, replace(PAGE, prefix_queries=50_001.0))
+    successor.validate()
+    assert (hits(successor) == hits(fleet)).all()
     restarted = pool(2, None)
     give(restarted, known(fleet, tokens), 1.0, 5.0)
     for number in range(2):
         restarted.sampled(f"e{number}", 5.2, 5.3, PAGE)
-    assert (heir.predictor.kappa == restarted.predictor.kappa).all()
-    assert (heir.predictor.rates.columns == restarted.predictor.rates.columns).all(), "the speeds of all engines"
+    assert (successor.predictor.kappa == restarted.predictor.kappa).all()
+    assert (successor.predictor.rates.columns == restarted.predictor.rates.columns).all(), "the speeds of all engines"
 
 
 def test_an_engine_that_restarted_during_the_handover_is_not_believed() -> None:
     fleet, tokens = experienced()
-    heir = pool(2)
+    successor = pool(2)
     for part in known(fleet, tokens):
-        heir.restore(part, 1.0, 5.0, instead=True)
-    heir.sampled("e0", 5.2, 5.3, replace(PAGE, prefix_queries=10.0, started=1.8e9))
-    heir.sampled("e1", 5.2, 5.3, PAGE)
-    heir.validate()
-    assert hits(heir)[:, 0].sum() == 0
-    assert (hits(heir)[:, 1] == hits(fleet)[:, 1]).all()
+        successor.restore(part, 1.0, 5.0, instead=True)
+    successor.sampled("e0", 5.2, 5.3, replace(PAGE, prefix_queries=10.0, started=1.8e9))
+    successor.sampled("e1", 5.2, 5.3, PAGE)
+    successor.validate()
+    assert hits(successor)[:, 0].sum() == 0
+    assert (hits(successor)[:, 1] == hits(fleet)[:, 1]).all()
 
 
 def test_what_an_engine_computed_meanwhile_pushes_out_the_oldest() -> None:

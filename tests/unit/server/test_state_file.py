@@ -410,21 +410,21 @@ async def test_a_worker_whose_file_is_of_a_run_before_takes_that_of_the_first(
 async def test_a_new_leader_takes_over_what_the_last_one_learned(
     written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    heir = await Process(tmp_path / "own.state", "e0", "e1").start()
-    heir.serve(20, 21)
+    successor = await Process(tmp_path / "own.state", "e0", "e1").start()
+    successor.serve(20, 21)
     caplog.set_level(logging.INFO)
-    await heir.file.inherit(written.read_bytes(), "http://10.0.0.9:9090/learned")
-    assert heir.knows(*range(10), 20, 21) == [True] * 10 + [False] * 2
+    await successor.file.inherit(written.read_bytes(), "http://10.0.0.9:9090/learned")
+    assert successor.knows(*range(10), 20, 21) == [True] * 10 + [False] * 2
     assert "restored" in said(caplog)
-    await heir.join("e2")
-    await heir.file.close()
-    heir.pipeline.fleet.validate()
+    await successor.join("e2")
+    await successor.file.close()
+    successor.pipeline.fleet.validate()
 
 
 async def test_what_is_no_state_file_is_not_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    heir = await Process(tmp_path / "own.state", "e0").start()
-    heir.serve(20)
-    await heir.file.inherit(b"<html>", "http://10.0.0.9:9090/learned")
-    assert heir.knows(20) == [True]
+    successor = await Process(tmp_path / "own.state", "e0").start()
+    successor.serve(20)
+    await successor.file.inherit(b"<html>", "http://10.0.0.9:9090/learned")
+    assert successor.knows(20) == [True]
     assert "it is no state file" in said(caplog)
-    await heir.file.close()
+    await successor.file.close()

@@ -34,7 +34,7 @@ from fairlead.pool.kube.objects import Pool
 from fairlead.pool.kube.pods import Feed, PoolEndpoints
 from fairlead.pool.kube.reflector import Reflector
 from fairlead.pool.kube.status import StatusWriter
-from fairlead.server.live.heir import Heir
+from fairlead.server.live.handover import Handover
 from fairlead.server.observe.component_metrics import KubeMetrics
 from fairlead.server.observe.log import get
 
@@ -57,11 +57,11 @@ class KubeLink:
         metrics: KubeMetrics,
         pool: str,
         health_port: int = 0,
-        heir: Heir | None = None,
+        handover: Handover | None = None,
     ) -> None:
         """`pool` is part of the lease's default name. `health_port`: other replicas check there whether this one has
-        stopped; 0 = they cannot. `heir`: tells the next leader what this one learned. Raises `ConfigError` if no API
-        server is configured or found."""
+        stopped; 0 = they cannot. `handover`: tells the next leader what this one learned. Raises `ConfigError` if no
+        API server is configured or found."""
         self._settings = settings
         self._set_ready = set_ready
         self._metrics = metrics
@@ -74,7 +74,7 @@ class KubeLink:
         self.client = KubeClient(find_access(settings.kubeconfig, settings.context))
         self.namespace = namespace_of(settings, self.client)
         self._lease = settings.leader_election.lease_name or f"epp-{self.namespace}-{pool}.fairlead"
-        self._heir = heir
+        self._handover = handover
         self.elector = self._elector(health_port) if settings.leader_election.enabled else None
         #: Coroutine functions to run while Kubernetes is followed, each with a name.
         self.work: list[tuple[Callable[[], Coroutine[Any, Any, None]], str]] = []
@@ -118,8 +118,8 @@ class KubeLink:
         if self.elector is not None:
             self._metrics.leader.child(self._lease).set(False)
             self._run(stack, self.elector.run, "kubernetes lease")
-            if self._heir is not None:
-                self._run(stack, partial(self._heir.run, self.elector), "what the leader learned")
+            if self._handover is not None:
+                self._run(stack, partial(self._handover.run, self.elector), "what the leader learned")
         self._metrics.follow(self._followed, lambda: {name: writer.writes for name, writer in self.writers.items()})
         if not await set_within(self._synced, START_S):
             log.warning("not ready: no state from Kubernetes yet", reason="; ".join(self._troubles.values()) or "")
@@ -133,8 +133,8 @@ class KubeLink:
         if elector is None or not elector.leading:
             return
         self._ending = True
-        if self._heir is not None:
-            await self._heir.bequeath()
+        if self._handover is not None:
+            await self._handover.prepare()
         await elector.release()
         successor = await elector.successor(SUCCESSOR_S)
         log.info("released the leader lease", successor=successor)
@@ -161,7 +161,7 @@ class KubeLink:
             renew_s=wanted.renew_deadline,
             retry_s=wanted.retry_period,
             address=_answers_at(health_port),
-            page=self._heir.page if self._heir is not None else "",
+            page=self._handover.page if self._handover is not None else "",
         )
         return Elector(self.client, settings, self._leads, on_trouble=lambda why: self._on_trouble("leases", why))
 
@@ -170,8 +170,8 @@ class KubeLink:
     def _leads(self, leading: bool, holder: str) -> None:
         for publisher in self.publishers.values():
             publisher.lead(leading)
-        if self._heir is not None:
-            self._heir.changed()
+        if self._handover is not None:
+            self._handover.changed()
         self._metrics.leader.child(self._lease).set(leading)
         self._standby = "" if leading else f"standby: {holder or 'nobody'} leads"
         self._judge()
@@ -225,12 +225,12 @@ class Kube(KubeLink):
         set_ready: Callable[[str, str], object],
         metrics: KubeMetrics,
         health_port: int = 0,
-        heir: Heir | None = None,
+        handover: Handover | None = None,
         speaks_for_gateway: bool = False,
     ) -> None:
         """`speaks_for_gateway`: log what an embedded gateway applies only at its start. Of several workers, one does.
         Raises `ConfigError` if no API server is configured or found."""
-        super().__init__(settings, set_ready, metrics, settings.pool or "pods", health_port, heir)
+        super().__init__(settings, set_ready, metrics, settings.pool or "pods", health_port, handover)
         self._speaks_for_gateway = speaks_for_gateway
         self.endpoints = PoolEndpoints(
             self.client,

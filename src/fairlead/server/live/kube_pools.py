@@ -35,7 +35,7 @@ from fairlead.pool.kube.objects import Pool
 from fairlead.pool.kube.pools import Pools
 from fairlead.pool.kube.reflector import Reflector
 from fairlead.pool.kube.status import StatusWriter
-from fairlead.server.live.heir import Heir
+from fairlead.server.live.handover import Handover
 from fairlead.server.live.kube import KubeLink, own_place, report_unreadable
 from fairlead.server.live.pools import OpenedPool
 from fairlead.server.observe.component_metrics import KubeMetrics
@@ -86,10 +86,10 @@ class KubePools(KubeLink):
         set_ready: Callable[[str, str], object],
         metrics: KubeMetrics,
         health_port: int = 0,
-        heir: Heir | None = None,
+        handover: Handover | None = None,
     ) -> None:
         """Raises `ConfigError` if no API server is configured or found, or if this pod's address is unknown."""
-        super().__init__(settings, set_ready, metrics, "pools", health_port, heir)
+        super().__init__(settings, set_ready, metrics, "pools", health_port, handover)
         self._open = open_pool
         self._entries: dict[str, _Entry] = {}
         #: By key: held while a pool is opened, so that a former pool of that name is first.

@@ -34,7 +34,7 @@ from fairlead.pool.endpoints_file import EndpointSet, EndpointsFile, follow_endp
 from fairlead.server.admin import Admin, admin_access
 from fairlead.server.external_scaler import ExternalScaler
 from fairlead.server.followed_files import ConfigFile, followed_keys
-from fairlead.server.live.heir import Heir, reachable
+from fairlead.server.live.handover import Handover, reachable
 from fairlead.server.live.kube import Kube, KubeLink, pod_ip
 from fairlead.server.live.kube_pools import KubePools
 from fairlead.server.live.memory import HeapTrim, LoopErrors, LoopLag, keep_heap, settle_memory
@@ -94,7 +94,7 @@ class Live:
         self.health = HealthService()
         self._listed: EndpointSet | EndpointsFile | None = None
         #: With leader election: what the leader learned.
-        self._heir: Heir | None = None
+        self._handover: Handover | None = None
 
     def stop(self) -> None:
         self._ending.asked.set()
@@ -120,7 +120,7 @@ class Live:
                 self._take(pool)
             url = reachable(self.config.admin, pod_ip())
             if self.config.kubernetes.leader_election.enabled and url:
-                self._heir = Heir(lambda: self.serving.states, url)
+                self._handover = Handover(lambda: self.serving.states, url)
             if tracing is not None:
                 troubles, why = self.serving.troubles, "spans cannot be sent to tracing.endpoint; the log says why"
                 show_spans(self.serving.registry, lambda: tracing.dropped)
@@ -166,7 +166,7 @@ class Live:
             settle_memory()  # before any pool exists: pools come and go, and the collector must be able to free them
             stack.push_async_callback(serving.close)
             port = config.ext_proc.health_port
-            self.kube = KubePools(config.kubernetes, serving.open, self._set_ready, serving.kube, port, self._heir)
+            self.kube = KubePools(config.kubernetes, serving.open, self._set_ready, serving.kube, port, self._handover)
             await self.kube.start(stack)
         else:
             await self._start_pool(stack, serving)
@@ -211,7 +211,7 @@ class Live:
             port, defined = config.ext_proc.health_port, partial(pool.defined, "kubernetes")
             speaks = bool(self._beside.admins) and not self._beside.worker
             self.kube = Kube(
-                config.kubernetes, self._endpoint, defined, self._set_ready, pool.kube, port, self._heir, speaks
+                config.kubernetes, self._endpoint, defined, self._set_ready, pool.kube, port, self._handover, speaks
             )
             await self.kube.start(stack)
         await pool.settle(stack)
@@ -369,8 +369,8 @@ class Live:
         else:
             sources = serving.sources()
         settings = self.config.admin
-        heir = self._heir
-        free = () if heir is None else (heir.path,)
+        handover = self._handover
+        free = () if handover is None else (handover.path,)
         access = admin_access(settings.hosts, settings.token_file, not self._beside.restarted, free)
         serving.troubles.watch("admin-tokens", access.problem)
         self.admin = Admin(
@@ -383,7 +383,7 @@ class Live:
             metrics=(settings.metrics_host or settings.host, settings.metrics_port) if settings.metrics_port else None,
             on_error=lambda page, error: log.error("an admin page failed", exc=error, page=page),
             pools=serving.pages if isinstance(serving, LivePools) else None,
-            secret=None if heir is None else (heir.path, heir.serve),
+            secret=None if handover is None else (handover.path, handover.serve),
         )
         try:
             await self.admin.start()

@@ -15,12 +15,12 @@ from fairlead.config.building import build_pipeline
 from fairlead.config.plugins import build_hasher
 from fairlead.config.schema import Admin as Settings
 from fairlead.config.schema import StateSettings, Tls
+from fairlead.core.clock import VirtualClock
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import EndpointUp
 from fairlead.core.request import Request
-from fairlead.lab.simulator.world import Kernel
 from fairlead.server.admin import Admin, AdminSources, admin_access
-from fairlead.server.live.heir import Heir, reachable
+from fairlead.server.live.handover import Handover, reachable
 from fairlead.server.state import StateFile
 
 CONFIG = load("policy: default", need_endpoints=False)
@@ -36,17 +36,19 @@ class Replica:
     """A scheduler of one endpoint, with its admin port, where a token is needed."""
 
     def __init__(self, directory: Path, name: str, pool: str) -> None:
-        self.pipeline = build_pipeline(CONFIG, Kernel(), Random(0))
+        self.pipeline = build_pipeline(CONFIG, VirtualClock(), Random(0))
         settings = StateSettings(interval=0.05)
         feed = self.pipeline.handle
         self.file = StateFile(directory / name, settings, self.pipeline, HASHER, feed, lambda: 0.0)
         self.states = {pool: self.file}
-        self.heir = Heir(lambda: self.states, "http://127.0.0.1:PORT")
+        self.handover = Handover(lambda: self.states, "http://127.0.0.1:PORT")
         token = directory / "token"
         token.write_text("secret")
         nothing = AdminSources(metrics=tuple, unready=list, endpoints=list, decisions=lambda count: ())
-        access = admin_access((), str(token), free=(self.heir.path,))
-        self.admin = Admin(nothing, port=0, debug=False, access=access, secret=(self.heir.path, self.heir.serve))
+        access = admin_access((), str(token), free=(self.handover.path,))
+        self.admin = Admin(
+            nothing, port=0, debug=False, access=access, secret=(self.handover.path, self.handover.serve)
+        )
         self.elector = SimpleNamespace(leading=False, page="")
         self.task: asyncio.Task[None] | None = None
 
@@ -60,16 +62,16 @@ class Replica:
 
     @property
     def page(self) -> str:
-        return self.heir.page.replace("PORT", str(self.admin.port))
+        return self.handover.page.replace("PORT", str(self.admin.port))
 
     def follow(self, page: str) -> None:
         elector: Any = self.elector
         elector.page = page
-        self.task = asyncio.create_task(self.heir.run(elector))
+        self.task = asyncio.create_task(self.handover.run(elector))
 
     def lead(self) -> None:
         self.elector.leading = True
-        self.heir.changed()
+        self.handover.changed()
 
     def serve(self, number: int) -> None:
         fleet = self.pipeline.fleet
@@ -104,7 +106,7 @@ async def test_a_leader_that_stops_tells_everything(two: tuple[Replica, Replica]
     leader, standby = two
     standby.follow(leader.page)
     leader.serve(1)
-    await leader.heir.bequeath()
+    await leader.handover.prepare()
     standby.lead()
     await until(lambda: standby.knows(1))
 

@@ -49,7 +49,7 @@ def reachable(admin: Admin, address: str) -> str:
     return f"http://{host_port(address, port)}" if address and port and not admin.tls else ""
 
 
-class Heir:
+class Handover:
     """`states()`: the state files of this replica's pools by name, "" of its only one. `await run(elector)` never
     returns; call `changed` when this replica begins or ceases to lead."""
 
@@ -110,7 +110,7 @@ class Heir:
                 await state.inherit(self._read[name], self._read_at.rpartition("/")[0])
         self._read.clear()
 
-    async def bequeath(self) -> None:
+    async def prepare(self) -> None:
         """Write the files, because this leader stops."""
         writing = [asyncio.create_task(state.write()) for state in self._states().values()]
         if writing:
