@@ -39,17 +39,27 @@ from fairlead.core.apis import (
 from fairlead.core.errors import ClientError
 from fairlead.core.tokens import DEFAULT_BYTES_PER_TOKEN
 
-# `/v1/chat/completions`.
 
+class GenerationBody(Body, gc=False):
+    """The fields that chats and completions share."""
 
-class ChatBody(Body, gc=False):
-    messages: Raw = ABSENT
     max_tokens: Scalar = None
-    max_completion_tokens: Scalar = None
     n: Scalar = None
     prompt_logprobs: Scalar = None
     echo: Scalar = None
     stream_options: StreamOptions | None = None
+    truncate_prompt_tokens: Scalar = None
+    truncation_side: Scalar = None
+    user: Raw = ABSENT
+    prompt_cache_key: Raw = ABSENT
+
+
+# `/v1/chat/completions`.
+
+
+class ChatBody(GenerationBody, gc=False):
+    messages: Raw = ABSENT
+    max_completion_tokens: Scalar = None
     tools: Raw = ABSENT
     documents: Raw = ABSENT
     chat_template: Raw = ABSENT
@@ -57,10 +67,6 @@ class ChatBody(Body, gc=False):
     reasoning_effort: Raw = ABSENT
     mm_processor_kwargs: Raw = ABSENT
     media_io_kwargs: Raw = ABSENT
-    truncate_prompt_tokens: Scalar = None
-    truncation_side: Scalar = None
-    user: Raw = ABSENT
-    prompt_cache_key: Raw = ABSENT
 
 
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
@@ -201,19 +207,10 @@ def _scoped(read: ChatBody, messages: memoryview) -> tuple[bytes, int, memoryvie
 # `/v1/completions`.
 
 
-class CompletionBody(Body, gc=False):
+class CompletionBody(GenerationBody, gc=False):
     prompt: Raw = ABSENT
-    max_tokens: Scalar = None
-    n: Scalar = None
     logprobs: Scalar = None
-    prompt_logprobs: Scalar = None
-    echo: Scalar = None
-    stream_options: StreamOptions | None = None
     prompt_embeds: Raw = ABSENT
-    truncate_prompt_tokens: Scalar = None
-    truncation_side: Scalar = None
-    user: Raw = ABSENT
-    prompt_cache_key: Raw = ABSENT
 
 
 read_completion = Reader(CompletionBody).read
