@@ -20,10 +20,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from random import Random
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from msgspec import Struct
 
 from fairlead import __version__
+from fairlead.config.checks import is_loopback
 from fairlead.config.schema import Tracing as Settings
 from fairlead.core import apis
 from fairlead.core.flow import LEFT
@@ -363,6 +365,8 @@ def make_provider(
     session = None
     if not any(os.environ.get(variable) for variable in _CREDENTIALS):  # else OpenTelemetry makes the session
         session = ShortAnswers()
+        # The environment's proxies are not for a collector on this machine, as for an API server there.
+        session.trust_env = not is_loopback(urlsplit(endpoint).hostname or "")
         session.hooks["response"].append(refuse_redirect)
     resource = Resource.create({"service.name": service_name, "service.version": __version__})
     # ALWAYS_ON, because `Tracing` decides which requests are traced before spans are made.

@@ -44,8 +44,11 @@ def test_the_scheduler_loads_nothing_of_opentelemetry() -> None:
 
 @pytest.mark.parametrize(("status", "dropped"), [(200, 0), (307, 1), (400, 1)])
 async def test_spans_that_the_collector_does_not_take_are_counted(
-    status: int, dropped: int, caplog: pytest.LogCaptureFixture
+    status: int, dropped: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The proxies of the environment are not asked, since the collector is on this machine."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+
     async def answer(request: web.Request) -> web.Response:
         return web.Response(status=status, headers={"Location": "/elsewhere"})
 
