@@ -290,7 +290,8 @@ def test_a_model_whose_endpoints_have_left_goes_where_no_list_was_read() -> None
     fleet.adapters_listed("e2", frozenset(), LARGE)
     assert kept(plugin, fleet, asked) == []
     assert kept(plugin, fleet, unseen) == [1, 2], "they may know it by another name"
-    assert plugin.refusal(asked, fleet, Cycle(Context(0.0, Random(0)))) is None, "503: it may be back soon"
+    refusal = plugin.refusal(asked, fleet, Cycle(Context(0.0, Random(0))))
+    assert refusal is not None and refusal.status == 503, "it may be back soon"
     fleet.up(Endpoint("new", "10.0.0.9:8000"), listing=True)
     assert kept(plugin, fleet, asked) == [0], "it is about to be read"
 
