@@ -240,7 +240,10 @@ def explain(
                 raise ValueError("--policy and --set need a journal: the admin port does not keep the numbers")
             explained_decision = _fetch(admin_url(admin, journal), request)
         else:
-            explained_decision = _search(Path(journal), request, run, policy, setting)
+            from fairlead.server.plugin_watch import watched
+
+            with watched():
+                explained_decision = _search(Path(journal), request, run, policy, setting)
     if as_json:
         echo_json(explained_decision)
         return
