@@ -89,7 +89,7 @@ class _Documents:
 
     __slots__ = (
         "_chunk", "_depth", "_escaped", "_held", "_in_value", "_kept", "_key", "_mode", "_named", "_out",
-        "_same_length", "_shown", "found", "found_at", "matches",
+        "_same_length", "_shown", "found_at", "matches", "written",
     )  # fmt: skip
 
     def __init__(self, shown: str, same_length: bool) -> None:
@@ -98,7 +98,7 @@ class _Documents:
         self._chunk = b""
         #: The number of names replaced in this chunk, the offset behind the last, and the last as it is written.
         self.matches = self.found_at = 0
-        self.found = b""
+        self.written = b""
         self._out: list[bytes] = []
         #: The offset up to which the chunk is in `_out` or held.
         self._kept = 0
@@ -242,7 +242,7 @@ class _Documents:
             self._mode = _OUT
             if not self._same_length or len(self._held) == len(self._shown):
                 self.matches += 1
-                self.found_at, self.found = end, bytes(self._held)
+                self.found_at, self.written = end, bytes(self._held)
                 self._held[:] = self._shown
             self.release()
         elif len(self._held) > _LONGEST:
@@ -305,7 +305,7 @@ class ModelRenamer:
             if self._line:
                 documents.scan(position, end)
                 if begun >= 0 and documents.matches == before + 1 and documents.found_at - begun <= _MAX_BEGINNING:
-                    self._beginning, self._name = chunk[begun : documents.found_at], documents.found
+                    self._beginning, self._name = chunk[begun : documents.found_at], documents.written
             begun = -1
             position = end
             if line_end:

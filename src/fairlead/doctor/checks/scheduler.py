@@ -296,8 +296,8 @@ def _serves(row: Row, model: str | None) -> bool:
 def _peers(row: Row, rows: list[Row]) -> list[Row]:
     """The others that could have been chosen in its place."""
     names = {*row.models, *row.adapters}
-    others = (peer for peer in rows if peer is not row and _group(peer) == _group(row))
-    return [peer for peer in others if not names or any(_serves(peer, name) for name in names)]
+    group = (peer for peer in rows if peer is not row and _group(peer) == _group(row))
+    return [peer for peer in group if not names or any(_serves(peer, name) for name in names)]
 
 
 def _looks(row: Row) -> Hashable:

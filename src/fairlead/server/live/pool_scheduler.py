@@ -312,12 +312,12 @@ class PoolScheduler:
             return
         self._looked = catalogue, served.reported
         lists = served.lists() if catalogue.strict else ()
-        found = {name for each in lists for name in catalogue.undefined(each.base.names, each.adapters or ())}
-        if new := sorted(found - self._undefined):
+        undefined = {name for each in lists for name in catalogue.undefined(each.base.names, each.adapters or ())}
+        if new := sorted(undefined - self._undefined):
             keep = "define these too, or set models.unmatched: pass"
             models = ", ".join(new[:_SHOWN]) + (f" and {len(new) - _SHOWN} more" if len(new) > _SHOWN else "")
             log.warning("requests for served models get 404, because only defined ones pass", models=models, keep=keep)
-        self._undefined = found
+        self._undefined = undefined
 
     # ---- admin pages ----
 
