@@ -33,6 +33,8 @@ BYTES_SHARE, BYTES_CHANGED = 0.2, 0.02
 #: Failed responses in a row before an endpoint is avoided, and for how many seconds.
 ERRORS_TO_EJECT = 3
 EJECT_SECONDS = 3.0
+#: Prompts that are remembered after they failed, and for how many seconds since the first time.
+FAILED_PROMPTS, FAILED_S = 256, 60.0
 #: How much a response counts as a failure if it broke off and it is unknown whether client or endpoint caused that.
 UNFINISHED = 0.25
 #: Seconds, per endpoint, between two blind leases (`Lease.blind`) from which the engine's speed is learned.
@@ -107,6 +109,8 @@ class Fleet:
         self._answered = deque[tuple[float, Lease]](maxlen=ANSWERED)
         #: By slot: the sessions and first blocks of requests whose answers broke off there since the last that ended.
         self._broken_off: dict[int, set[str | int]] = {}
+        #: By prompt: clock seconds when it first failed, and the slots where it did.
+        self._failed: dict[tuple[int, ...], tuple[float, set[int]]] = {}
         #: By slot: clock seconds until which the endpoint is avoided, reported by other schedulers and found by us.
         self._avoided: dict[int, list[float]] = {}
 
@@ -179,6 +183,7 @@ class Fleet:
         self._prompts.pop(slot, None)
         self._extending.pop(slot, None)
         self._broken_off.pop(slot, None)
+        self._failed.clear()
         self._answered.clear()
         return [lease for lease in leases if not lease.auxiliary]
 
@@ -383,6 +388,24 @@ class Fleet:
             # An own reason even if other schedulers reported the failures: it is reported to peers, and one that missed
             # some of those messages learns of it.
             self.avoid(slot, now + EJECT_SECONDS)
+
+    def fails_anywhere(self, lease: Lease, now: float) -> bool:
+        """Note that a request failed. Return whether its prompt is the cause: it failed at several endpoints, one of
+        which answers others. Clients repeat what failed, which would put one endpoint after the other out of use."""
+        prompt = _prompt(lease.request)
+        if not prompt:
+            return False
+        since, slots = self._failed.pop(prompt, (-inf, set[int]()))
+        if now - since > FAILED_S:
+            since, slots = now, set()
+        slots.add(lease.slot)
+        self._failed[prompt] = since, slots
+        if len(self._failed) > FAILED_PROMPTS:
+            del self._failed[next(iter(self._failed))]
+        if len(slots) == 1:
+            return False
+        answered = (done for at, done in self._answered if at > now - FAILED_S and done.slot in slots)
+        return any(_prompt(done.request) != prompt for done in answered)
 
     def unfinished(self, lease: Lease, now: float) -> bool:
         """Count a response that broke off for an unknown reason. Return whether it counts as a failure of the endpoint:
@@ -813,6 +836,11 @@ def _marks(request: Request) -> set[str | int]:
     """What brings requests to one endpoint: the session, and the prompt's beginning."""
     marks: set[str | int] = {*request.prefix.hashes[:1]}
     return {*marks, request.session} if request.session else marks
+
+
+def _prompt(request: Request) -> tuple[int, ...]:
+    """What tells prompts apart: the last full block and the length. Empty for one without a block."""
+    return (*request.prefix.hashes[-1:], request.prompt_bytes) if request.prefix.hashes else ()
 
 
 def _restarted(before: Sample, sample: Sample) -> bool:

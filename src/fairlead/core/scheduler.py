@@ -635,6 +635,8 @@ class Pipeline:
     def _answered(self, lease: Lease, ok: bool, now: float) -> None:
         """Count an answer for its endpoint. Who failed in a pair is unknown before the first token, so both may have;
         the next success of each proves that it was the other."""
+        if not ok and self.fleet.fails_anywhere(lease, now):
+            return
         self.fleet.answered(lease.slot, ok, now)
         part = lease.prefill
         if (

@@ -1,0 +1,88 @@
+"""Prompts that every server answers with an error, as clients repeat them: servers are not to blame."""
+
+from random import Random
+
+import pytest
+
+from fairlead.core import events as ev
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.fleet import FAILED_PROMPTS, FAILED_S, Fleet
+from fairlead.core.instructions import Route
+from fairlead.core.prefix import ChainHasher
+from fairlead.core.profile import Profile
+from fairlead.core.request import NO_PREFIX, Request
+from fairlead.core.scheduler import Pipeline
+from fairlead.core.tokens import TokenEstimator
+from fairlead.plugins.params import NoParams
+from fairlead.plugins.pickers import RoundRobin
+from fairlead.testing import SimClock
+
+SYSTEM = b"You are a helpful assistant. " * 100
+
+
+class Rig:
+    """Three endpoints that take turns."""
+
+    def __init__(self) -> None:
+        self.clock = SimClock()
+        profile = Profile("p", [], [], RoundRobin(NoParams()))
+        self.pipeline = Pipeline(self.clock, Random(1), Fleet(), profile, TokenEstimator())
+        for number in range(3):
+            self.pipeline.handle(ev.EndpointUp(Endpoint(f"e{number}", f"10.0.0.{number}:8000")))
+        self._asked = 0
+
+    def ask(self, prompt: bytes, status: int, times: int = 1) -> list[str]:
+        """Where it was asked."""
+        chain = ChainHasher().chain(b"m", prompt) if prompt else NO_PREFIX
+        asked = []
+        for _ in range(times):
+            self.clock.now += 0.1
+            self._asked += 1
+            request = Request(
+                id=self._asked, arrived=self.clock.now, prompt_tokens=9, prompt_bytes=len(prompt), prefix=chain
+            )
+            routes = [one for one in self.pipeline.handle(ev.RequestArrived(request)) if isinstance(one, Route)]
+            asked += [route.endpoint.id for route in routes]
+            self.pipeline.handle(ev.ResponseEnded(request_id=self._asked, status=status))
+        self.pipeline.validate()
+        return asked
+
+    def avoided(self) -> int:
+        return int((self.pipeline.fleet.table.ejected_until > self.clock.now).sum())
+
+
+def test_a_prompt_that_fails_everywhere_puts_nobody_out_of_use() -> None:
+    rig = Rig()
+    rig.ask(SYSTEM + b"a good question", 200, times=3)
+    assert len(set(rig.ask(SYSTEM + b"a bad one", 500, times=30))) == 3
+    assert rig.avoided() == 0
+
+
+@pytest.mark.parametrize("prompt", [SYSTEM + b"a question", b""], ids=["one prompt", "short ones"])
+def test_where_nothing_else_is_answered_each_failure_counts(prompt: bytes) -> None:
+    rig = Rig()
+    rig.ask(prompt, 500, times=9)
+    assert rig.avoided() == 3
+
+
+def test_failures_of_different_prompts_count() -> None:
+    rig = Rig()
+    rig.ask(SYSTEM, 200, times=3)
+    for number in range(9):
+        rig.ask(SYSTEM + b"%03d" % number * 99, 500)
+    assert rig.avoided() == 3
+
+
+def test_what_a_prompt_did_is_forgotten() -> None:
+    rig = Rig()
+    fleet = rig.pipeline.fleet
+    rig.ask(SYSTEM, 200, times=3)
+    rig.ask(SYSTEM + b"bad" * 99, 500)
+    for number in range(FAILED_PROMPTS):
+        rig.ask(SYSTEM + b"%04d" % number * 99, 500)
+    fleet.table.errors[:] = 0.0
+    rig.ask(SYSTEM + b"bad" * 99, 500, times=2)
+    assert fleet.table.errors.sum() == 1.0, "the first one counts"
+    rig.clock.now += FAILED_S + 1.0
+    rig.ask(SYSTEM + b"bad" * 99, 500, times=2)
+    assert fleet.table.errors.sum() == 3.0, "nobody answered anything for a minute"
