@@ -132,7 +132,7 @@ class ModelsFile:
             return False
         problem = Problem("", 0, f"{path} is empty: it defines no names", f"{_EMPTY}if that is meant")
         if known:
-            problem = Problem("", 0, f"{path} is empty: its {known} definitions stay", f"{_EMPTY}takes them away")
+            problem = Problem("", 0, f"{path} is empty: what it defined stays", f"{_EMPTY}takes them away")
         self._emptied[path] = str(problem)
         if emptied.get(path) != str(problem):
             self._report(path, problem)

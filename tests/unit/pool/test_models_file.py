@@ -165,7 +165,7 @@ async def test_a_file_that_becomes_empty_is_believed_only_if_that_is_allowed(
     await believing.start()
     path.write_text(text)
     await heard.until(lambda: heard.problems and "" in heard.sets)
-    said = f"{path} is empty: its 2 definitions stay (models.allowEmpty: true takes them away)"
+    said = f"{path} is empty: what it defined stays (models.allowEmpty: true takes them away)"
     assert (heard.problems, careful.problem, believing.problem) == ([f"m.yaml: {said}"], said, "")
     assert heard.sets == ["a=t b=t", "a=t b=t", ""]
     path.write_text("kind: Deployment\n")
@@ -194,13 +194,13 @@ async def test_of_a_directory_each_file_and_the_last_one_count(tmp_path: Path, h
     await file.start()
     (tmp_path / "b.yaml").write_text("")
     await heard.until(lambda: heard.problems)
-    assert file.problem.startswith(f"{tmp_path}/b.yaml is empty: its 1 definitions stay")
+    assert file.problem.startswith(f"{tmp_path}/b.yaml is empty: what it defined stays")
     (tmp_path / "b.yaml").unlink()
     await heard.until(lambda: heard.sets == ["a=t b=t", "a=t"])
     assert not file.problem
     (tmp_path / "a.yaml").unlink()
     await heard.until(lambda: heard.problems[1:])
-    assert file.problem.startswith(f"{tmp_path} is empty: its 1 definitions stay"), "its volume may be gone"
+    assert file.problem.startswith(f"{tmp_path} is empty: what it defined stays"), "its volume may be gone"
     (tmp_path / "c.yaml").write_text(model("c"))
     await heard.until(lambda: heard.sets[2:] == ["c=t"])
     assert not file.problem
