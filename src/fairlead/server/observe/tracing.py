@@ -365,8 +365,7 @@ def make_provider(
     session = None
     if not any(os.environ.get(variable) for variable in _CREDENTIALS):  # else OpenTelemetry makes the session
         session = ShortAnswers()
-        # The environment's proxies are not for a collector on this machine, as for an API server there.
-        session.trust_env = not is_loopback(urlsplit(endpoint).hostname or "")
+        session.trust_env = not is_loopback(urlsplit(endpoint).hostname or "")  # no proxy for this machine's own
         session.hooks["response"].append(refuse_redirect)
     resource = Resource.create({"service.name": service_name, "service.version": __version__})
     # ALWAYS_ON, because `Tracing` decides which requests are traced before spans are made.
