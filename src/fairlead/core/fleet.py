@@ -404,7 +404,7 @@ class Fleet:
             del self._failed[next(iter(self._failed))]
         if len(slots) == 1:
             return False
-        answered = (done for at, done in self._answered if at > now - FAILED_S and done.slot in slots)
+        answered = (done for answered_at, done in self._answered if answered_at > now - FAILED_S and done.slot in slots)
         return any(_prompt(done.request) != prompt for done in answered)
 
     def unfinished(self, lease: Lease, now: float) -> bool:

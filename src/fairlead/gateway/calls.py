@@ -42,7 +42,7 @@ class Watch:
     ) -> None:
         self._stream, self._watches, self._read = stream, watches, read
         self._answer: Callable[[], bytes] | None = None
-        self._told = b""
+        self._sent = b""
 
     def on_message(self, message: bytes) -> None:
         if self._answer is not None:
@@ -57,8 +57,8 @@ class Watch:
 
     def look(self) -> None:
         """Send the answer if it has changed."""
-        if self._answer is not None and (answer := self._answer()) != self._told:
-            self._told = answer
+        if self._answer is not None and (answer := self._answer()) != self._sent:
+            self._sent = answer
             self._stream.send(answer)
 
     def end(self, why: str) -> None:

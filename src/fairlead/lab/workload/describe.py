@@ -116,15 +116,15 @@ def describe(workload: Workload) -> list[str]:
     """The `figures` for people."""
     if not workload.records:
         return [f"{workload.name}: no requests"]
-    told, seconds = figures(workload), workload.duration_s
+    summary, seconds = figures(workload), workload.duration_s
     rate = f" ({len(workload) / seconds:.2f}/s)" if seconds else ""
     spread = "mean {mean:,.0f}  p50 {p50:,.0f}  max {max:,}".format
     return [
         f"{workload.name}: {len(workload):,} requests in {seconds:,.0f} s{rate}, {workload.dispatch} dispatch,"
-        f" {told['sessions']:,} sessions",
-        "  input   " + spread(**told["in_tokens"]),
-        "  output  " + spread(**told["out_tokens"]),
-        f"  ideal prefix hit {told['ideal_hit']:.1%}, blocks of {workload.block_size or 'no'} tokens",
+        f" {summary['sessions']:,} sessions",
+        "  input   " + spread(**summary["in_tokens"]),
+        "  output  " + spread(**summary["out_tokens"]),
+        f"  ideal prefix hit {summary['ideal_hit']:.1%}, blocks of {workload.block_size or 'no'} tokens",
     ]
 
 
