@@ -132,6 +132,13 @@ def _name(pick: Answer, fleet: FleetView) -> str:
 Change = Callable[[Config], Config]
 
 
+class _Clock(VirtualClock):
+    """Shows the times of the journal; nothing that is replayed sets timers."""
+
+    def move_to(self, now: float) -> None:
+        self.now = now
+
+
 class Player:
     """A pipeline in the state at the beginning of a segment; `feed` it that segment's events."""
 
@@ -156,7 +163,7 @@ class Player:
         self._heed(head.scheduling)
         self.config = self._configured(head.scheduling)
         self.plugin_errors: list[PluginError] = []
-        self._clock = VirtualClock()
+        self._clock = _Clock()
         rng = Random(0)
         if head.chance is not None:
             version, state, gauss = head.chance
@@ -187,7 +194,7 @@ class Player:
             self.config = self._configured(event.document)
             self._heed(event.document)
             event = Reconfigured(self.config)
-        self._clock.now = time_s
+        self._clock.move_to(time_s)
         if self._head is not None:
             head, self._head = self._head, None
             for endpoint in head.endpoints:
