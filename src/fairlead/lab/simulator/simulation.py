@@ -471,8 +471,9 @@ class Simulation:
         assert job.prefilled is not None
         job.cached_tokens = job.prefilled.cached_tokens
         served = self._engine_request(job, job.server, loaded=job.record.in_tokens)
-        there = self.servers[job.server].cached_tokens(served)
-        took = self.scenario.handover.seconds(max(served.prompt_tokens - there, 0))
+        server = self.servers[job.server]
+        moved = max(served.prompt_tokens - server.cached_tokens(served), 0)
+        took = self.scenario.handover.seconds(moved * server.replica.kv_bytes)
         self.kernel.call_at(job.prefilled.finished_at + 2 * self.network + took, self._moved, job, served)
 
     def _moved(self, job: Job, served: EngineRequest) -> None:

@@ -36,6 +36,8 @@ class Replica(Struct, frozen=True, kw_only=True):
     #: CPU time of the API server, which handles requests one after another: per request, and per prompt token.
     api_ms: float = 0.0
     api_us_per_token: float = 0.0
+    #: KV bytes per token, the size of what a prefill server hands over.
+    kv_bytes: int = 262_144
     labels: Mapping[str, str] = field(default_factory=dict)
     #: Engines behind its one address (data-parallel ranks), each with all the memory and sequences of `engine`.
     ranks: int = 1
@@ -88,16 +90,15 @@ class World(Struct, frozen=True, kw_only=True):
 class Handover(Struct, frozen=True, kw_only=True):
     """The cost of moving a prompt's KV cache from the server that computed it to the server that decodes.
 
-    Defaults: a 32B model (262,144 bytes per token) over 26 GB/s, and 30 ms for two more requests and the registration
-    of memory. Blocks that the decoding server already holds are not moved.
+    Defaults: 26 GB/s, and 30 ms for two more requests and the registration of memory. Blocks that the decoding server
+    already holds are not moved.
     """
 
     fixed_ms: float = 30.0
     gb_per_s: float = 26.2
-    kv_bytes: int = 262_144
 
-    def seconds(self, tokens: float) -> float:
-        return self.fixed_ms * 1e-3 + tokens * self.kv_bytes / (self.gb_per_s * 1e9)
+    def seconds(self, kv_bytes: float) -> float:
+        return self.fixed_ms * 1e-3 + kv_bytes / (self.gb_per_s * 1e9)
 
 
 FaultKind = Literal["down", "away", "slow", "freeze", "mute", "hang"]
@@ -188,6 +189,7 @@ def replicas(
         contended_overhead_ms=max(made.contended_overhead_ms, made.overhead_ms),
         api_ms=made.api_ms,
         api_us_per_token=made.api_us_per_token,
+        kv_bytes=made.kv_bytes,
         machine="shared" if made.contention else "",
     )
     return tuple(replace(alike, speed=speeds[i % len(speeds)] if speeds else 1.0) for i in range(count))

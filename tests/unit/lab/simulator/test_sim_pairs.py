@@ -10,7 +10,7 @@ from fairlead.lab.simulator.result import summarise
 from fairlead.lab.simulator.run import simulate
 from fairlead.lab.simulator.scenarios import parted
 from fairlead.lab.simulator.simulation import START, Simulation
-from fairlead.lab.simulator.world import WARM_UP, Fault, Handover, World
+from fairlead.lab.simulator.world import WARM_UP, Fault, Handover, World, replicas
 from fairlead.lab.workload.record import arranged
 
 
@@ -39,6 +39,14 @@ def test_one_computes_and_the_other_answers(scenario, workload):
     again_ms = engine.latency.step_s(1, 6399.5, 0, 0) * 1e3
     # Two requests more on the way (sidecar to prefill server and back), one more step, and the transfer.
     assert job.ttft_ms == pytest.approx(alone.ttft_ms + moved_ms + again_ms + 3 * 0.5, abs=0.01)
+
+
+def test_a_model_with_less_kv_is_handed_over_sooner(scenario, workload):
+    assert replicas(1, "llama-8b-l40s")[0].kv_bytes == 131_072
+    made = scenario(workload(count=1, tokens=6400, out=5), handover=Handover(gb_per_s=10.0))
+    light = tuple(structs.replace(replica, kv_bytes=131_072) for replica in made.replicas)
+    (heavier,), (lighter,) = ran(made).jobs, ran(structs.replace(made, replicas=light)).jobs
+    assert heavier.ttft_ms - lighter.ttft_ms == pytest.approx(6400 * 131_072 / 10e9 * 1e3)
 
 
 class _Alone:
