@@ -129,7 +129,7 @@ def test_every_fairlead_command_exists(words: list[str]) -> None:
         parse(arguments)
         return
     parameters = load_command(path, COMMANDS[path]).params
-    known = {"--help", *(option for one in parameters for option in (*one.opts, *one.secondary_opts))}
+    known = {"-", "--help", *(option for one in parameters for option in (*one.opts, *one.secondary_opts))}
     assert [word for word in arguments if word.startswith("-") and word.partition("=")[0] not in known] == []
     takes_file = any(one.param_type_name == "argument" for one in parameters)
     files = [word for word in arguments if word.startswith("examples/")]
@@ -246,7 +246,7 @@ def test_every_metric_that_is_named_exists() -> None:
     show_replicas(watch.metrics.registry, None)
     show_spans(watch.metrics.registry, lambda: 0)
     show_budget(watch.metrics.registry, ByteBudget(1, lambda: 0.0))
-    asker = SimpleNamespace(up=True, counts=SimpleNamespace(ends={}))
+    asker = SimpleNamespace(up=True, ends={})
     show_questions(watch.metrics.registry, lambda: asker)
     indexer = Registry()  # of another process
     show_indexer(indexer, KvIndex(), lambda: SimpleNamespace(looked_up=0, hit=0, questions=0, refused={}))
