@@ -121,7 +121,6 @@ class ByteBudget:
     PATIENCE, PACE = 10.0, 4 << 20
 
     def __init__(self, limit: int, now: Callable[[], float]) -> None:
-        #: In bytes. It may be set anew at any time.
         self.limit = limit
         self.used = 0
         #: Messages that were refused for lack of room, and messages that were cut off because others waited.
@@ -130,6 +129,10 @@ class ByteBudget:
         self._pressed_at = -self.PATIENCE
         self._waiting: OrderedDict[Claim, None] = OrderedDict()
         self._coming: dict[Claim, None] = {}
+
+    def resize(self, limit: int) -> None:
+        """Set another limit, in bytes."""
+        self.limit = limit
 
     @property
     def waiting(self) -> int:

@@ -130,8 +130,7 @@ class Host:
         self.answers = answers
         self.incidents = incidents
         self.now = now
-        #: The largest request body, in bytes; a larger body is answered with 413. A new limit applies from the next
-        #: message on.
+        #: The largest request body, in bytes; a larger body is answered with 413.
         self.max_body = max_body
         #: Asked once for each response that a session could leave early: stay for the token counts?
         self.inspect = inspect
@@ -141,3 +140,7 @@ class Host:
         self.tells_served = tells_served
         self.logs = AccessLogs(driver, answers, incidents, feed=feed)
         self.pulse = HangDetector(now)
+
+    def keep_bodies_up_to(self, max_body: int) -> None:
+        """Set another limit, which applies from the next message on."""
+        self.max_body = max_body

@@ -229,7 +229,7 @@ class PoolScheduler:
         self.config = config = instruction.document
         self._follow(config, instruction.scheduling)
         self.watch.queue.flow_controller = self.pipeline.flow_controller
-        self.host.max_body = config.parsing.max_body_bytes
+        self.host.keep_bodies_up_to(config.parsing.max_body_bytes)
         self.core.inspection.follow(config.inspect.usage_sampling)
 
     def _refuse(self, instruction: RefuseConfiguration) -> None:

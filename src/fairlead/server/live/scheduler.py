@@ -284,7 +284,7 @@ class Live:
         if not self.serving.reconfigure(changes):
             return
         self.config = config = changes.config
-        self._budget.limit = _buffered(config)
+        self._budget.resize(_buffered(config))
         if any(path.startswith("$.log") for path in changes.paths):
             setup_log(config.log.level, config.log.format)
         if changes.endpoints and isinstance(self._listed, EndpointSet):
