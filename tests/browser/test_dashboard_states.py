@@ -95,7 +95,7 @@ class Scheduler:
         """Flow control with so many requests that wait, by tenant."""
         queues = Queues(lambda priority: (StartTimeFair(), Fcfs()))
         flow = FlowControl(queues, LedgerGate(requests=1), PairBinder(AbleRules()))
-        self.watch.queue.flow_controller = FlowController(flow, "p", 1.0)
+        self.watch.watch_queue(FlowController(flow, "p", 1.0))
         for slot, _ in self.fleet.table.slots():
             self.fleet.charge(Request(id=9000 + slot, arrived=0.0, prompt_tokens=10), slot, self.now(), 0, 10)
         tenants = [tenant for tenant, count in waiting.items() for _ in range(count)]

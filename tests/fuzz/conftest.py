@@ -187,7 +187,7 @@ class Rig:
         self.check()
         assert len(self.fleet.ledger) == 0
         assert b"".join(self.watch.exposition()).count(b"nan") == 0
-        json.encode(list(self.watch.decisions(200)))
+        json.encode(self.watch.decisions(200))
 
 
 @pytest.fixture(scope="session")

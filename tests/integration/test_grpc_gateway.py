@@ -97,7 +97,7 @@ async def test_a_generation_is_scheduled_and_streams_back(tmp_path: Path) -> Non
                 async with asyncio.timeout(10):
                     while len(live.fleet.ledger):
                         await asyncio.sleep(0.02)
-                decisions = list(live.watch.decisions(10))
+                decisions = live.watch.decisions(10)
             finally:
                 envoy.end()
     assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT

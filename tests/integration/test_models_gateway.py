@@ -385,7 +385,7 @@ async def test_priority_comes_from_criticality_and_objective(tmp_path: Path) -> 
         await w.post(chat("chat"))
         await w.post(chat("chat"), ("x-llm-d-inference-objective", "urgent"))
         await w.post(chat("gpt-old"), ("x-gateway-inference-objective", "unknown"))
-        shown = [(d["model"], d["priority"], d["rewritten_by"]) for d in reversed(list(w.live.watch.decisions(3)))]
+        shown = [(d["model"], d["priority"], d["rewritten_by"]) for d in reversed(w.live.watch.decisions(3))]
         assert shown == [("chat", 10, None), ("chat", 7, None), ("gpt-old", 0, "default/old-names")]
 
 

@@ -228,7 +228,7 @@ class PoolScheduler:
     def _adopt(self, instruction: AdoptConfiguration) -> None:
         self.config = config = instruction.document
         self._follow(config, instruction.scheduling)
-        self.watch.queue.flow_controller = self.pipeline.flow_controller
+        self.watch.watch_queue(self.pipeline.flow_controller)
         self.host.keep_bodies_up_to(config.parsing.max_body_bytes)
         self.core.inspection.follow(config.inspect.usage_sampling)
 
@@ -247,7 +247,7 @@ class PoolScheduler:
         self.watch.choosers.follow(scheduling.remotes, scheduling.policy)
         plugin = config.policy.plugin if config.policy.splits else None
         self.watch.watch_prompts(None if plugin is None else plugin.parameters.may_split)
-        self.watch.any_role = config.policy.any_role
+        self.watch.watch_roles(config.policy.any_role)
 
     # ---- endpoints and models ----
 
@@ -340,7 +340,7 @@ class PoolScheduler:
             unready=self._unready,
             notes=self.notes,
             endpoints=watch.endpoints,
-            decisions=watch.decisions,
+            decisions=watch.each_decision,
             decision=lambda name: watch.decision(name, core.builder.fresh),
             knowledge=core.kv.page if core.kv is not None else lambda: None,
             journal=lambda: segments(self.config.journal.path),

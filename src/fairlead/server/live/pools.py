@@ -196,7 +196,7 @@ class OpenedPool:
         self.scheduler = PoolScheduler(
             config, pools._tracing, one_of=pools._pace, unready=pools._unready, begun=self.begun
         )
-        self.scheduler.watch.standby = lambda: pools.kube.standby
+        self.scheduler.watch.watch_lead(lambda: pools.kube.standby)
         self.sources = self.scheduler.sources()
 
     async def start(self) -> None:

@@ -208,7 +208,7 @@ class Core:
             on_plugin_error=watch.on_plugin_error,
             snapshots=bool(config.journal.path or config.journal.explain),
         )
-        watch.queue.flow_controller = self.pipeline.flow_controller
+        watch.watch_queue(self.pipeline.flow_controller)
         understanding = self._understanding()
         #: Sends shared beginnings to cold endpoints; `None` = warming is off.
         self.warming: Warming | None = None

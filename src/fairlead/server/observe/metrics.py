@@ -218,6 +218,10 @@ class SchedulerMetrics:
         """The number of requests that are decided but not counted yet."""
         return len(self._unproven)
 
+    def render(self) -> bytes:
+        """The whole exposition; `registry.parts()` returns it piece by piece."""
+        return self.registry.render()
+
     # ---------------- per request ----------------
 
     def on_decisions(self, records: Sequence[DecisionRecord], durations: Sequence[float]) -> None:

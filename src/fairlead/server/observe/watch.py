@@ -11,6 +11,7 @@ from fairlead.core.endpoint import MODEL_LABEL, STAGES, Endpoint
 from fairlead.core.errors import PluginError
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import LEFT
+from fairlead.core.flow_control import FlowController
 from fairlead.core.policy import Policy
 from fairlead.core.records import DecisionRecord, OutcomeRecord, StallRecord
 from fairlead.core.request import Request
@@ -121,9 +122,9 @@ class Watch:
         self._hangs: dict[str, tuple[int, float]] = {}
         self._on_routed, self._awake, self._tracing, self._scrapes = on_routed, awake, tracing, scrapes
         self.decision_id: DecisionId | None = None  # `None` = our decisions have no ids
-        self._peers_load, self.any_role = PeersLoad(), False  # whether servers of one role get whole requests too
+        self._peers_load, self.any_role = PeersLoad(), False  # see `watch_roles`
         self._alone: Callable[[], bool] = lambda: False
-        self.standby: Callable[[], bool] = lambda: self.kube.standby  # gateways ask another one: measure no load
+        self.standby: Callable[[], bool] = lambda: self.kube.standby  # whether gateways ask another process
         self._measured = False, False, 0  # `standby()`, `_alone()`, the breaks of the peers' load at the last reading
         #: Receives every counted record too; `None` = the dashboard has no viewer.
         self.recent: Recent | None = None
@@ -196,8 +197,12 @@ class Watch:
         self.count()
         return self.metrics.registry.parts(openmetrics)
 
-    def decisions(self, count: int) -> Iterator[dict[str, Any]]:
-        """The newest `count` decisions, newest first, each rendered by the journal when it is taken."""
+    def decisions(self, count: int) -> Sequence[dict[str, Any]]:
+        """The newest `count` decisions, newest first, as the journal renders them."""
+        return list(self.each_decision(count))
+
+    def each_decision(self, count: int) -> Iterator[dict[str, Any]]:
+        """Like `decisions`, but each is rendered only when it is taken from the iterator."""
         self.count()
         return self.journal.each(count)
 
@@ -287,10 +292,22 @@ class Watch:
         objective, roles = self._demands[""].objective, ("", PREFILL, DECODE) if may_split else ("",)
         self._demands = {role: self._demands.get(role, Demand(objective, role)) for role in roles}
 
+    def watch_roles(self, any_role: bool) -> None:
+        """Whether the policy also sends whole requests to endpoints that only prefill."""
+        self.any_role = any_role
+
     def watch_peers(self, load: PeersLoad, alone: Callable[[], bool]) -> None:
         """Include the load of the pool's other schedulers. `alone()`: whether there is no link to them now."""
         load.may_split = self._peers_load.may_split
         self._peers_load, self._alone = load, alone
+
+    def watch_lead(self, standby: Callable[[], bool]) -> None:
+        """Measure the load only while `standby()` is false; by default while this pool's own lease is held."""
+        self.standby = standby
+
+    def watch_queue(self, flow_controller: FlowController | None) -> None:
+        """Show the queues of this flow controller; `None` = flow control is off."""
+        self.queue.flow_controller = flow_controller
 
     def _served(self) -> Iterable[str]:
         """The names of models and adapters that endpoints serve now."""

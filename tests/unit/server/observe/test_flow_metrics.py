@@ -35,7 +35,7 @@ class Shop:
             1.0,
         )
         self.watch = Watch(self.fleet, lambda: self.now, served=lambda: ["m", "n"])
-        self.watch.queue.flow_controller = self.flow_controller
+        self.watch.watch_queue(self.flow_controller)
         for i in range(1, 9):
             self.fleet.charge(Request(id=i, arrived=0.0, prompt_tokens=10), 0, self.now, 0, 10)
 
@@ -71,7 +71,7 @@ def test_what_was_said_of_queues_is_gone_once_it_is_off() -> None:
     shop = Shop()
     shop.arrive(20, model="m", body_bytes=100)
     waiting = [name for name in shop.page() if 'model_name="m"' in name and "_queue_" in name]
-    shop.watch.queue.flow_controller = None
+    shop.watch.watch_queue(None)
     assert waiting and not {*waiting} & {*shop.page()}
 
 
@@ -174,7 +174,7 @@ def test_outcomes_and_waits() -> None:
         if name.startswith("llm_d_epp_flow_control_request_queue_duration_seconds_sum") and "Dispatched" in name
     ]
     assert sums == [0.3]
-    assert next(shop.watch.decisions(8))["queued_ms"] == 5.0
+    assert shop.watch.decisions(8)[0]["queued_ms"] == 5.0
 
 
 def test_names_that_clients_make_up_do_not_pile_up() -> None:
@@ -212,5 +212,5 @@ def test_cold_starts_are_shown_where_requests_may_wait_for_the_first_endpoint() 
     holding = Shop()
     assert holding.page()[name] == 0.0
     assert name not in Shop(no_endpoints=0.0).page()
-    holding.watch.queue.flow_controller = None
+    holding.watch.watch_queue(None)
     assert name not in holding.page(), "flow control is off"

@@ -92,9 +92,9 @@ def test_a_model_is_out_while_none_of_its_endpoints_can_answer() -> None:
     fleet.up(Endpoint("c", "c:80", {"model-id": "n", "lora-adapters": "x, y"}))
     fleet.table.set_listed(slot, frozenset())
     assert [*out()] == ["m"], "c has them by its label"
-    pool.watch.any_role = True
+    pool.watch.watch_roles(any_role=True)
     assert out() == {}, "requests go to b too, whatever its role"
-    pool.watch.any_role = False
+    pool.watch.watch_roles(any_role=False)
     assert [*out()] == ["m"]
     fleet.sampled("a", pool.now, pool.now, Sample(waiting=0, running=0))
     assert out() == {}
@@ -248,7 +248,7 @@ def test_what_waits_has_arrived() -> None:
     flow = FlowControl(
         Queues(lambda priority: (StartTimeFair(), Fcfs())), LedgerGate(requests=1), PairBinder(AbleRules())
     )
-    pool.watch.queue.flow_controller = FlowController(flow, "p", 1.0)
+    pool.watch.watch_queue(FlowController(flow, "p", 1.0))
     pool.fleet.charge(Request(id=0, arrived=0.0, prompt_tokens=10), 0, 0.0, 0, 10)
     for number in range(1, 31):
         flow.arrived(Request(id=number, arrived=pool.now, model="m", prompt_tokens=10), pool.fleet, pool.now)

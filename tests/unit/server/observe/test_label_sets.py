@@ -34,7 +34,7 @@ class Counted:
         self.metrics.on_outcomes([over])
 
     def page(self) -> str:
-        return self.metrics.registry.render().decode()
+        return self.metrics.render().decode()
 
     def value(self, name: str, **labels: str) -> float | None:
         """The sum of the series with these labels; `None` = there is none."""

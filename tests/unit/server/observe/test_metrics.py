@@ -31,7 +31,7 @@ class Watched:
     def samples(self) -> dict[str, float]:
         """`name{a=1,b=2}` to value."""
         found = {}
-        for family in text_string_to_metric_families(self.metrics.registry.render().decode()):
+        for family in text_string_to_metric_families(self.metrics.render().decode()):
             for sample in family.samples:
                 labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
                 key = f"{sample.name}{{{labels}}}" if labels else sample.name
@@ -353,7 +353,7 @@ def test_departed_endpoints_are_forgotten(watched: Watched) -> None:
         watched.metrics.on_decisions([routed(endpoint=f"ns/{name}")], [0.001])
         if i % 100 == 99:
             watched.now += 60.0
-            watched.metrics.registry.render()
+            watched.metrics.render()
     attempts = [key for key in watched.samples() if key.startswith("llm_d_epp_scheduler_attempts_total{")]
     assert len(attempts) == 101, "those that are there, and those that left since the last sweep"
     assert any("vllm-1999" in key for key in attempts)

@@ -13,7 +13,7 @@ def request(number: int, target: str = "", **more: Any) -> Request:
 
 
 def page(metrics: SchedulerMetrics) -> str:
-    return metrics.registry.render().decode()
+    return metrics.render().decode()
 
 
 def test_a_split() -> None:

@@ -11,7 +11,5 @@ def test_they_count_for_the_endpoint_that_could_not_be_reached() -> None:
     for unreached in ("", "ns/a", "ns/a", "ns/b"):
         request = Request(id=1, arrived=0.0, model="m")
         metrics.on_outcomes([OutcomeRecord(request=request, at=1.0, endpoint="ns/c", status=200, unreached=unreached)])
-    lines = [
-        line for line in metrics.registry.render().decode().splitlines() if line.startswith("fairlead_repeated_total")
-    ]
+    lines = [line for line in metrics.render().decode().splitlines() if line.startswith("fairlead_repeated_total")]
     assert lines == ['fairlead_repeated_total{endpoint="ns/a"} 2', 'fairlead_repeated_total{endpoint="ns/b"} 1']

@@ -192,7 +192,7 @@ def test_every_scheduler_asks_for_what_the_load_of_all_needs():
 def test_a_scheduler_that_is_alone_asks_for_what_waits_here(wanted, desired):
     watch, _ = make()
     watch.watch_peers(PeersLoad(), lambda: True)
-    watch.queue.flow_controller = SimpleNamespace(flow=[1] * wanted, wanted=lambda present, now: wanted)
+    watch.watch_queue(SimpleNamespace(flow=[1] * wanted, wanted=lambda present, now: wanted))
     assert watch.desired_endpoints() == desired
 
 
