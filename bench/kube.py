@@ -98,8 +98,8 @@ async def measure(pipe: Connection, url: str, count: int) -> dict[str, Any]:
 
     imported = rss()
     events: list[object] = []
-    client = KubeClient(Access(Where(url), FixedSecret(Secret())))
-    pods = PoolEndpoints(client, Pool("default", "llama", {}, ()), GROUP, events.append, Random(1))
+    client = KubeClient(Access(Where(url), FixedSecret(Secret())), Random(1))
+    pods = PoolEndpoints(client, Pool("default", "llama", {}, ()), GROUP, events.append)
     started = time.process_time()
     task = asyncio.create_task(pods.run())
     await until(lambda: len(events) >= count)

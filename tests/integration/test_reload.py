@@ -168,13 +168,13 @@ async def test_models_of_the_configuration_while_it_runs(tmp_path: Path) -> None
 
 async def test_a_file_of_models_that_cannot_be_used_is_a_restriction_until_it_can(tmp_path: Path) -> None:
     file, names = tmp_path / "f.yaml", tmp_path / "names.yaml"
-    names.write_text("")
+    names.write_text("kind: Other")
     write(file, 1, more=f"models: {{file: '{names}'}}")
     live = Live(load(file))
     running = asyncio.create_task(live.run())
     try:
         await until(lambda: hasattr(live, "admin"))
-        for text, restricted in (("kind: [", True), ("", False)):
+        for text, restricted in (("kind: [", True), ("kind: Other", False)):
             names.write_text(text)
             await until(lambda: ("models" in live.watch.troubles.present) is restricted)  # noqa: B023 awaited here
     finally:

@@ -108,9 +108,9 @@ async def test_the_embedded_gateways_configuration_is_tried(
 ) -> None:
     config: Json = {"endpoints": pool_of(await world.stubs(1)), "gateway": "embedded"}
     assert (await world.examined(config, only=("gateway",))).well
-    found = await world.examined(config | {"gateway": {"host": "localhost"}}, only=("gateway",))
+    found = await world.examined(config | {"gateway": {"host": "fe80::1%nowhere"}}, only=("gateway",))
     assert codes(found) == {"gateway.refused"}
-    assert "write 127.0.0.1" in found.findings[0].evidence
+    assert "malformed IP address" in found.findings[0].evidence
     monkeypatch.setenv("FAIRLEAD_ENVOY", str(world.directory / "envoy"))
     assert codes(await world.examined(config, only=("gateway",))) == {"gateway.no-envoy"}
 

@@ -109,8 +109,17 @@ class Subscription:
             self._mend_at = self._loop.time() + 2 * self._limits.reconnect_max
             with contextlib.suppress(zmq.ZMQError):
                 self._socket.disconnect(self._address)
-            self._socket.connect(self._address)
+            self.mend()
         self._wake()
+
+    def cut(self) -> None:
+        """Drop the connection as if the network broke; `mend` connects again. For tests and drills."""
+        self._socket.disconnect(self._address)
+        self._lost()  # the monitor does not report a requested disconnection
+        self._mend_at = inf
+
+    def mend(self) -> None:
+        self._socket.connect(self._address)
 
     def stop(self) -> None:
         """Take no more events from now on, because the slot may soon be another endpoint's."""
