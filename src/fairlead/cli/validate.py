@@ -150,9 +150,10 @@ def _names(config: "Config") -> tuple[str, list[str]]:
 def _refused(config: "Config", models: "ModelSet") -> str:
     """A sentence on names that are not defined, if requests for them are refused. Labels tell some that are served."""
     from fairlead.core.endpoint import MODEL_LABEL
-    from fairlead.core.models import Catalogue, ModelRules
+    from fairlead.core.models import Catalogue
+    from fairlead.pool.models_file import rules_of
 
-    catalogue = Catalogue(models, ModelRules(reject_unmatched=config.models.unmatched == "reject"))
+    catalogue = Catalogue(models, rules_of(config.models))
     labelled = [
         ({entry.endpoint.labels.get(MODEL_LABEL, "")} - {""}, entry.endpoint.promised) for entry in _listed(config)
     ]

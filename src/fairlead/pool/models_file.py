@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from fairlead.config.problems import Problem
 from fairlead.config.schema import Models
 from fairlead.core.errors import ConfigError
-from fairlead.core.models import InferenceModel, Latency, ModelDefinition, ModelSet, Origin, Target
+from fairlead.core.models import InferenceModel, Latency, ModelDefinition, ModelRules, ModelSet, Origin, Target
 from fairlead.pool.model_kinds import Manifests, read_manifests
 from fairlead.pool.watched_files import WatchedFiles, read_regular
 
@@ -219,6 +219,11 @@ def listed_models(settings: Models) -> ModelSet:
             for entry in settings.list
         )
     )
+
+
+def rules_of(settings: Models) -> ModelRules:
+    """How strictly the configuration checks names."""
+    return ModelRules(reject_unmatched=settings.unmatched == "reject", sticky_sessions=settings.sticky == "session")
 
 
 def check_models(settings: Models) -> tuple[ModelSet, list[str]]:

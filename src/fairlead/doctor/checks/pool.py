@@ -9,13 +9,13 @@ from fairlead.config.registry import Registry
 from fairlead.config.schema import Config
 from fairlead.core.endpoint import ADAPTERS_LABEL, MODEL_LABEL, ROLE_LABEL, ROLES, STAGES, Endpoint
 from fairlead.core.errors import ConfigError
-from fairlead.core.models import Catalogue, ModelRules, Split, Target
+from fairlead.core.models import Catalogue, Split, Target
 from fairlead.doctor.http import Unreached, connects, speaks_http2, speaks_tls
 from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Site, tried
 from fairlead.gateway.ports import dialled
 from fairlead.gateway.tls import ServerTls
-from fairlead.pool.models_file import check_models
+from fairlead.pool.models_file import check_models, rules_of
 
 _FAILING = "docs/runbook.md#fairleaderrorshigh"
 _UNREADABLE = "docs/runbook.md#load-is-uneven"
@@ -222,7 +222,7 @@ async def _unserved(site: Site) -> list[Finding]:
 
 async def _undefined(site: Site) -> list[Finding]:
     models, _ = check_models(site.config.models)
-    catalogue = Catalogue(models, ModelRules(reject_unmatched=site.config.models.unmatched == "reject"))
+    catalogue = Catalogue(models, rules_of(site.config.models))
 
     async def hidden(endpoint: Endpoint) -> list[Finding]:
         served = await site.served(endpoint)

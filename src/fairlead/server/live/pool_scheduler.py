@@ -17,9 +17,9 @@ from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import ConfigError
 from fairlead.core.events import EndpointDown, EndpointUp, ModelsChanged, Reconfigured, StopAsked
 from fairlead.core.instructions import AdoptConfiguration, RefuseConfiguration
-from fairlead.core.models import Catalogue, ModelRules, ModelSet
+from fairlead.core.models import Catalogue, ModelSet
 from fairlead.core.scheduling import Scheduling
-from fairlead.pool.models_file import follow_models, listed_models
+from fairlead.pool.models_file import follow_models, listed_models, rules_of
 from fairlead.pool.scrape import Pace
 from fairlead.server.admin import AdminSources
 from fairlead.server.journal.writer import segments
@@ -292,10 +292,7 @@ class PoolScheduler:
         """Replace the model definitions of the source `where` (configuration, files, kubernetes) by `models`."""
         self._definitions[where] = models
         models = sum(self._definitions.values(), ModelSet())
-        settings = self.config.models
-        sticky = settings.sticky == "session"
-        rules = ModelRules(reject_unmatched=settings.unmatched == "reject", sticky_sessions=sticky)
-        self.driver.feed(ModelsChanged(models, rules))
+        self.driver.feed(ModelsChanged(models, rules_of(self.config.models)))
         catalogue = self.pipeline.models
         self.core.host.understanding.define(catalogue)
         overruled = ((loser, used) for loser, older in catalogue.overruled.items() for used in {*older.values()})
