@@ -431,6 +431,7 @@ def compared_cells(
     texts = texts_of(policies) or known_policies()
     loads = numbers(load, "--load") or (1.0,)
     labels = _labels(sources or QUALITY)
+    generated = {source for source in labels if is_generated(source, spec.traces)}
     prefill = {name: spec.prefill if config_from(text)[0].policy.may_split else 0 for name, text in texts.items()}
     return [
         Cell(
@@ -438,7 +439,7 @@ def compared_cells(
                 spec,
                 name=f"{label} @{factor:g}" if len(loads) > 1 else label,
                 source=source,
-                seed=seed if is_generated(source, spec.traces) else 0,
+                seed=seed if source in generated else 0,
                 speedup=factor,
                 prefill=prefill[policy],
             ),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fairlead.cli.basics import DEFAULT_FILE, FAILED, WRONG_INPUT, config_file
-from fairlead.cli.options import busy, complain, examples
+from fairlead.cli.options import busy, complain, examples, with_scheme
 
 if TYPE_CHECKING:
     from fairlead.config.schema import Config
@@ -64,7 +64,7 @@ def doctor(
         typer.echo(listed(checks))
         return
     given = {"admin": admin, "gateway": gateway, "gateway_admin": gateway_admin}
-    urls = {name: url if "://" in url else url and f"http://{url}" for name, url in given.items()}
+    urls = {name: url and with_scheme(url) for name, url in given.items()}
     examination = _examined(load(config_file(file)), checks, urls, probe)
     terminal = sys.stdout.isatty()
     colour, width = terminal and not os.environ.get("NO_COLOR"), get_terminal_size().columns if terminal else 0

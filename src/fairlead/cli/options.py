@@ -222,6 +222,11 @@ Prefill = Annotated[int, typer.Option(metavar="N", min=0, help="This many replic
 DEFAULT_ADMIN = "http://localhost:9090"
 
 
+def with_scheme(address: str) -> str:
+    """The address as a URL: HOST:PORT is of http."""
+    return address if "://" in address else f"http://{address}"
+
+
 def admin_url(given: str, old: str = "") -> str:
     """The URL of the admin port, with a scheme. `old`: the URL as an argument, where it was before 0.2. Raises
     `BadParameter` if it is none."""
@@ -229,8 +234,7 @@ def admin_url(given: str, old: str = "") -> str:
 
     if old:
         note_renamed("URL", "--admin URL")
-    url = given or old or DEFAULT_ADMIN
-    url = (url if "://" in url else f"http://{url}").rstrip("/")
+    url = with_scheme(given or old or DEFAULT_ADMIN).rstrip("/")
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and "?" not in url

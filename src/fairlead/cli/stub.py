@@ -170,6 +170,7 @@ def stub(
     if engine == "list":
         _list_presets()
         return
+    first, *aliases = model or [""]
     with exits(WRONG_INPUT, OSError):
         try:
             events = _events(kv_events, host, kv_events_port, kv_events_connect, kv_encoding or [], kv_buffer_steps)
@@ -177,8 +178,8 @@ def stub(
                 ctx,
                 StubConfig,
                 preset=engine_argument(engine),
-                model="".join((model or [])[:1]),
-                aliases=tuple((model or [])[1:]),
+                model=first,
+                aliases=tuple(aliases),
                 engine=None,  # the option `--engine` names a preset, not the field of the same name
                 loras=tuple(lora or ()),
                 natural_output=output_tokens,
