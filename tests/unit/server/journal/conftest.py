@@ -15,6 +15,8 @@ from fairlead.core.reports import SharedFleet
 from fairlead.lab.simulator.scenarios import headline
 from fairlead.lab.simulator.simulation import Simulation
 from fairlead.lab.simulator.world import Replica, replicas
+from fairlead.plugins.policies.by_load import LeastRequests
+from fairlead.server import plugin_watch
 from fairlead.server.journal.recorder import Recorder
 from fairlead.server.journal.records import Segment
 from fairlead.server.journal.writer import Directory, Writer
@@ -100,6 +102,18 @@ def record_run() -> Callable[..., Recorded]:
         return Recorded(path, simulation, decisions, recorder)
 
     return make
+
+
+@pytest.fixture
+def never_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy `least-requests` does not return, and is interrupted soon."""
+
+    def endless(self: Any, *given: Any) -> Any:
+        while True:
+            sum(range(10))
+
+    monkeypatch.setattr(plugin_watch, "ALONE_S", 0.1)
+    monkeypatch.setattr(LeastRequests, "cost", endless)
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,6 @@ from fairlead.lab.simulator.plan_live import fit
 from fairlead.lab.simulator.scenarios import headline, parted
 from fairlead.lab.simulator.world import replicas
 from fairlead.plugins.policies.by_load import LeastRequests
-from fairlead.server import plugin_watch
 from fairlead.server.observe.decisions import explained
 
 QUICK = ("--seeds", 1, "--processes", 1)
@@ -238,15 +237,8 @@ def test_the_gate_takes_a_python_file_beside_installed_plugins(
     assert done.exit_code == 0 and "mine.py" in done.output, done.output
 
 
-def test_a_policy_that_never_returns_does_not_hold_up_an_explanation(
-    recorded: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def endless(self: Any, *given: Any) -> Any:
-        while True:
-            sum(range(10))
-
-    monkeypatch.setattr(plugin_watch, "ALONE_S", 0.1)
-    monkeypatch.setattr(LeastRequests, "cost", endless)
+@pytest.mark.usefixtures("never_returns")
+def test_a_policy_that_never_returns_does_not_hold_up_an_explanation(recorded: Any) -> None:
     done = call("explain", "last", recorded.path, "--policy", "least-requests")
     assert done.exit_code == 1 and "least-requests: NeverReturned: did not return" in done.output, done.output
 

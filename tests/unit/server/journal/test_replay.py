@@ -41,7 +41,6 @@ from fairlead.lab.simulator.journal import Faults, JournalError, one_run, runs, 
 from fairlead.lab.simulator.replay import Player, compare, needs_guide, replay, steps
 from fairlead.plugins.pickers import RoundRobin
 from fairlead.plugins.policies.by_load import LeastRequests
-from fairlead.server import plugin_watch
 from fairlead.server.journal.blocks import MAGIC, block, decided
 from fairlead.server.journal.records import DECIDED, POLICY, SEGMENT, Segment, encode, joined
 from fairlead.testing import SimClock
@@ -524,15 +523,10 @@ def test_a_policy_that_learns_from_outcomes_is_replayed(
     assert len({own for _, own in chosen}) == 4 and all(endpoint == own for endpoint, own in chosen)
 
 
+@pytest.mark.usefixtures("never_returns")
 def test_a_policy_that_never_returns_rests_and_the_comparison_goes_on(
     recorded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def endless(self: Any, *given: Any) -> Any:
-        while True:
-            sum(range(10))
-
-    monkeypatch.setattr(plugin_watch, "ALONE_S", 0.1)
-    monkeypatch.setattr(LeastRequests, "cost", endless)
     monkeypatch.setattr(LeastRequests, "__module__", "theirs")
     other = load("policy: least-requests", need_endpoints=False)
     result = compare(one_run(recorded.path), lambda config: with_policy(config, other))
