@@ -34,8 +34,8 @@ class Unary:
 
 class Watch:
     """A stream that sends the answer to its first message immediately and at every change, until the peer leaves.
-    Meanwhile it is in `watches`. `read` returns, for a message, what returns the present answer. Raises `ProtocolError`
-    as for `Unary`."""
+    Meanwhile it is in `watches`. `read(message)` returns a function that returns the current answer; it may raise
+    `ProtocolError`, as in `Unary`."""
 
     def __init__(
         self, stream: ServerStream, watches: "set[Watch]", read: Callable[[bytes], Callable[[], bytes]]

@@ -7,8 +7,8 @@ Rules
 * A file with any problem changes nothing: its last good content stays in force, and its problems are reported once.
   Half of a definition could send a whole model's traffic elsewhere. If a file is removed, its objects are removed. If
   the whole path is gone, the objects stay, because then something else is wrong.
-* A file that has become empty, or a directory without any file left, changes nothing either, unless `allow_empty`: more
-  often than not, what writes it has failed. Without its names, a server would be asked for the names of clients.
+* A file that has become empty, or a directory without any file left, changes nothing either, unless `allow_empty`:
+  usually the program that writes it has failed. Without the names, servers would get names that they do not know.
 * If two files contain the same object, the first file's counts.
 """
 
@@ -63,7 +63,7 @@ class ModelsFile:
         self._used: dict[str, Manifests] = {}
         #: The first problem of each file whose present content is not usable.
         self._unusable: dict[str, str] = {}
-        #: Of each path that is empty, and was not before or was so at the start: what was said of it.
+        #: By path: what was reported of an empty file that is ignored.
         self._emptied: dict[str, str] = {}
         self._complaint = ""
         #: The definitions in force; `None` until all files were read and parsed once.
@@ -125,8 +125,8 @@ class ModelsFile:
             self._feed(models)
 
     def _is_emptied(self, path: str, before: Iterable[Manifests], emptied: Mapping[str, str]) -> bool:
-        """Whether a path that is empty does not count, because it defined something `before` or is so at the start.
-        Reports it, unless it was `emptied` earlier."""
+        """Whether an empty path is ignored, because it defined something `before` or is empty at the start. It is
+        reported, unless it was `emptied` earlier."""
         known = sum(manifests.models.size for manifests in before)
         if self._allow_empty or not (known or path in emptied or self.models is None):
             return False

@@ -197,7 +197,7 @@ class Admin(HttpPort):
     ) -> None:
         """`metrics`: host and port of a second port for health and metrics only; `None` = no second port. `pools`
         returns the sources of each pool's debug pages by name (`?pool=`); `None` = all pages come from `sources`.
-        `secret`: a path that only those find who may read its page, without a token."""
+        `secret`: a path that nobody can guess, and the handler of its page, which needs no token."""
         super().__init__(host, port, 1.0, tls)
         self._sources, self._pools = sources, pools
         self._debug = debug

@@ -2,7 +2,7 @@
 
 Rules
 * A leader serves its state files on a page of its admin port. Its lease has the page's URL, which contains a random
-  key, so only who may read the lease finds the page: the files have hashes of prompts.
+  key, so only those who may read the lease find the page: the files have hashes of prompts.
 * Standbys read the page about every `state.interval`. So a leader that dies takes with it what it learned in the last
   two intervals.
 * A leader that stops writes its files before it gives the lease back. The next one reads the page once more, while the
