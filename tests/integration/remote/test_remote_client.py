@@ -18,9 +18,10 @@ from fairlead.core.instructions import AskRemote
 from fairlead.gateway import h2
 from fairlead.gateway.h2_limits import H2Limits
 from fairlead.gateway.h2_server import H2Server
+from fairlead.gateway.protobuf import field
 from fairlead.gateway.tls import ServerTls
 from fairlead.server.remote import client as remote_client
-from fairlead.server.remote.client import RemoteClient
+from fairlead.server.remote.client import FIRST_BYTES, RemoteClient
 from fairlead.server.remote.messages import PATH, Answer, Picks, Welcome, decode_ask, encode_answer
 from fairlead.server.remote.stream import check_tls
 from fairlead.server.sdk.server import SchedulerServer, policy_maker
@@ -160,6 +161,7 @@ BAD = {
     "picks first": lambda stream, message: stream.send(encode_answer(Answer(picks=Picks(batch=1)))),
     "two welcomes": lambda stream, message: stream.send(WELCOME, WELCOME),
     "a batch that never was": lambda stream, message: stream.send(WELCOME, encode_answer(Answer(picks=Picks(batch=5)))),
+    "more bytes than anybody asked for": lambda stream, message: stream.send(WELCOME, field(99, bytes(FIRST_BYTES))),
     "the end": lambda stream, message: stream.finish(12, "unknown"),
 }
 

@@ -44,7 +44,7 @@ from fairlead.server.remote.messages import (
     decode_answer,
     encode_ask,
 )
-from fairlead.server.remote.stream import SchedulerStream, open_channel
+from fairlead.server.remote.stream import MAX_MESSAGE, SchedulerStream, open_channel
 
 if TYPE_CHECKING:
     import grpc.aio
@@ -53,6 +53,9 @@ if TYPE_CHECKING:
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 #: Seconds from the start of an attempt to the welcome.
 WELCOME_WITHIN = 5.0
+#: Bytes that a scheduler may send for each request that it is asked about, and before the first one. Of what it did
+#: not use, at most `MAX_MESSAGE` is kept. Decoding a megabyte of tiny fields holds the event loop for most of a second.
+BYTES_PER_REQUEST, FIRST_BYTES = 4 << 10, 64 << 10
 #: At most this many undecided batches are remembered.
 _UNDECIDED_BATCHES = 4096
 
@@ -94,6 +97,8 @@ class RemoteClient:
         self._state = StateFeed(fleet)
         self._waiting: list[AskRemote] = []
         self._batch = 0
+        #: Bytes that the scheduler may still send.
+        self._allowance = FIRST_BYTES
         #: Batches that are not fully decided, oldest first.
         self._undecided: dict[int, _Undecided] = {}
         self._last_report = ""
@@ -175,7 +180,7 @@ class RemoteClient:
     def _opened(self, stream: SchedulerStream) -> None:
         self._stream = stream
         self._state = StateFeed(self._fleet)
-        self._batch = 0
+        self._batch, self._allowance = 0, FIRST_BYTES
         self._undecided.clear()
         hello = Hello(
             version=VERSION,
@@ -198,7 +203,10 @@ class RemoteClient:
     # ---- messages ----
 
     def _message(self, data: bytes) -> None:
+        self._allowance -= len(data)
         try:
+            if self._allowance < 0:
+                raise ProtocolError(f"it sends more than {BYTES_PER_REQUEST} bytes per request")
             answer = decode_answer(data)
             if answer.welcome is not None:
                 self._welcomed(answer.welcome)
@@ -246,6 +254,7 @@ class RemoteClient:
             state = self._state.changes(self._settled(now), snapshot)
             requests = [asked(question, fleet, now, forecasts) for question in waiting]
         self._batch += 1
+        self._allowance = min(self._allowance, MAX_MESSAGE) + BYTES_PER_REQUEST * len(waiting)
         self._undecided[self._batch] = _Undecided(len(waiting), now + 2 * self._settings.budget)
         self._stream.send(encode_ask(Ask(state=state, batch=Batch(number=self._batch, now=now, requests=requests))))
 

@@ -123,8 +123,8 @@ UNIX = "unix:"
 #: Seconds between two pings, and until a ping must be answered; seconds that one attempt to connect may take.
 KEEPALIVE = 5.0
 CONNECT_WITHIN = 5.0
-#: The most bytes of one message from the scheduler. A batch of 4096 picks with alternatives is much smaller.
-MAX_MESSAGE = 4 << 20
+#: The most bytes of one message from the scheduler. A batch of 4096 picks with two alternatives each is smaller.
+MAX_MESSAGE = 1 << 20
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE),
