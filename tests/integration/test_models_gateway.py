@@ -457,3 +457,5 @@ async def test_with_the_stub(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
                 await asyncio.sleep(0.05)
     told = [record.fields for record in caplog.records if record.getMessage().startswith("requests for served")]
     assert [fields["models"] for fields in told] == ["other"]
+    told = [record.fields for record in caplog.records if record.getMessage().startswith("no server lists a target")]
+    assert [(fields["model"], fields["target"]) for fields in told] == [("broken", "missing")]

@@ -69,6 +69,11 @@ class Endpoint(Struct, frozen=True):
         label = self.labels.get(ADAPTERS_LABEL)
         return {name.strip() for name in label.split(",")} - {""} if label else set()
 
+    @property
+    def labelled_models(self) -> set[str]:
+        """The models and adapters that its labels name."""
+        return self.promised | ({self.labels[MODEL_LABEL]} if MODEL_LABEL in self.labels else set())
+
 
 class BaseModels(Struct, frozen=True):
     """The base models in an endpoint's list of models, without its adapters."""

@@ -1,7 +1,7 @@
 """Model names: how operators define them, and which target, priority and latency a request for a name gets."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from math import inf, log
@@ -394,6 +394,13 @@ class Catalogue:
         reached = self.known | self._exact.keys()
         hidden = set() if any(name in reached for name in base) else set(base)
         return hidden.union(name for name in adapters if name not in reached)
+
+    def unserved(self, served: Container[str]) -> list[tuple[str, str]]:
+        """Return the targets that are not `served`, each with the name that leads to it; `*` = every undefined name."""
+        splits = {name: self._way(name, "")[1] for name in self._names.keys() | self._exact.keys()}
+        splits["*"] = self._generic.split if self._generic else None
+        pairs = [(name, target) for name, split in splits.items() if split for target in split.names]
+        return sorted(pair for pair in pairs if pair[1] not in served)
 
     def resolve(self, request: Request, rng: Random) -> Resolution | Refusal:
         """Return the resolution of a request, or why it is refused. Draws from `rng` only if a target must be drawn and

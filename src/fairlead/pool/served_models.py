@@ -206,6 +206,10 @@ class ServedModels:
             self._all_known = bool(targets) and all(target.listed.entries for target in targets)
         return self._all_known
 
+    def settled(self) -> bool:
+        """Whether each endpoint has answered the last query, with a list or that it has none."""
+        return all(not target.listed.base.unread and not target.fails for target in self._targets.values())
+
     async def close(self) -> None:
         tasks = [target.task for target in self._targets.values() if target.task is not None]
         for endpoint_id in list(self._targets):

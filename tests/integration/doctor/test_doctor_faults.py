@@ -399,6 +399,23 @@ async def test_each_name_that_leads_nowhere_is_named_and_no_target_without_traff
     assert [finding.where for finding in found.findings] == [("bare", "early", "late")]
 
 
+async def test_a_target_that_only_a_server_without_a_list_may_have_is_named(world: Any, pool_of: Listed) -> None:
+    async def no_list(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        status = b"404 Not Found" if b"/v1/models" in head else b"200 OK"
+        writer.write(b"HTTP/1.1 %b\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % status)
+
+    async with TcpServer(no_list) as server:
+        endpoints = pool_of([*await world.stubs(1), server.address])
+        config: Json = {"endpoints": endpoints, "models": [{"name": "chat", "targets": {"tiny": 1, "gone": 1}}]}
+        endpoints[1]["labels"] = {}
+        found = await world.examined(config, only=("models",))
+        assert [each.evidence for each in found.findings] == ["chat leads to gone; no list: default/e1"]
+        assert codes(found) == {"models.unlisted"}
+        endpoints[1]["labels"] = {"model-id": "gone"}
+        assert (await world.examined(config, only=("models",))).well
+
+
 async def test_served_models_that_no_request_may_name_are_noted(world: Any, pool_of: Listed) -> None:
     config: Json = {"endpoints": pool_of(await world.stubs(1, loras=("mine",))), "models": [{"name": "tiny"}]}
     found = await world.examined(config)

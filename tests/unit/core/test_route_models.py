@@ -71,6 +71,16 @@ def test_a_model_without_targets_is_its_own_target() -> None:
     assert target(Catalogue(ModelSet((model("m"),))), "m") == "m"
 
 
+def test_targets_that_are_not_served_are_told_with_the_name_that_leads_there() -> None:
+    models = model("chat", Target("a", 1), Target("gone", 1), Target("never", 0)), model("plain"), model("moved", "a")
+    catalogue = Catalogue(ModelSet(models, rewrites=(rewrite("r", rule("moved", "b"), rule("", "c")),)))
+    assert catalogue.unserved({"a", "c"}) == [("moved", "b")]  # the rule for every request decides for all others
+    catalogue = Catalogue(ModelSet(models))
+    assert catalogue.unserved({"a"}) == [("chat", "gone"), ("plain", "plain")]
+    catalogue = Catalogue(ModelSet(models, rewrites=(rewrite("r", rule("", "c")),)))
+    assert catalogue.unserved({"a"}) == [("*", "c"), ("chat", "c"), ("moved", "c"), ("plain", "c")]
+
+
 @pytest.mark.parametrize(("criticality", "priority"), [("Critical", 10), ("Standard", 0), ("Sheddable", -10)])
 def test_criticality_is_a_priority(criticality: str, priority: int) -> None:
     found = ask(Catalogue(ModelSet((model("m", criticality=criticality),))), "m")

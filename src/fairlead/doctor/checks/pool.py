@@ -9,7 +9,7 @@ from fairlead.config.registry import Registry
 from fairlead.config.schema import Config
 from fairlead.core.endpoint import ADAPTERS_LABEL, MODEL_LABEL, ROLE_LABEL, ROLES, STAGES, Endpoint
 from fairlead.core.errors import ConfigError
-from fairlead.core.models import Catalogue, Split, Target
+from fairlead.core.models import Catalogue
 from fairlead.doctor.http import Unreached, connects, speaks_http2, speaks_tls
 from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Site, tried
@@ -114,6 +114,11 @@ UNSERVED = Kind(
     "models.unserved", Severity.CRITICAL, "a name that clients may use leads to a model that no endpoint serves",
     "correct the target under models: or in the file of models.file, or start a server for it", "docs/models.md",
 )  # fmt: skip
+UNLISTED = Kind(
+    "models.unlisted", Severity.WARNING, "a name leads to a model that no server lists, and some servers list nothing",
+    f"correct the target, or label the endpoint that has it {MODEL_LABEL}: its name",
+    "docs/models.md#which-name-counts",
+)  # fmt: skip
 
 
 UNDEFINED = Kind(
@@ -203,27 +208,20 @@ async def _contexts(site: Site) -> list[Finding]:
     ]
 
 
-async def _unserved(site: Site) -> list[Finding]:
-    defined, problems = check_models(site.config.models)
-    if problems:
-        return []  # `fairlead validate` reports them
-    served: set[str] = set()
+async def _unserved(site: Site, catalogue: Catalogue) -> list[Finding]:
+    known, listless = set[str](), list[str]()
     for endpoint in site.endpoints:
-        names = await site.served(endpoint)
-        if not names:
-            return []  # a server without a list may serve anything
-        served |= names.keys()
-    splits = [(model.model, Split(model.targets or (Target(model.model),))) for model in defined.models]
-    rules = [rule for rewrite in defined.rewrites for rule in rewrite.rules]
-    splits += [(", ".join(rule.models) or "every name", Split(rule.targets)) for rule in rules]
-    missing = {(name, target) for name, split in splits for target in split.names if target not in served}
-    return [UNSERVED.at(name, f"{name} leads to {target}") for name, target in sorted(missing)]
+        listed, labelled = await site.served(endpoint), endpoint.labelled_models
+        known |= listed.keys() | labelled
+        if not listed and MODEL_LABEL not in endpoint.labels:
+            listless.append(endpoint.id)
+    if not known:
+        return []  # a server without a list may serve anything
+    kind, perhaps = (UNLISTED, f"; no list: {', '.join(listless[:3])}") if listless else (UNSERVED, "")
+    return [kind.at(name, f"{name} leads to {target}{perhaps}") for name, target in catalogue.unserved(known)]
 
 
-async def _undefined(site: Site) -> list[Finding]:
-    models, _ = check_models(site.config.models)
-    catalogue = Catalogue(models, rules_of(site.config.models))
-
+async def _undefined(site: Site, catalogue: Catalogue) -> list[Finding]:
     async def hidden(endpoint: Endpoint) -> list[Finding]:
         served = await site.served(endpoint)
         base = [name for name, adapter in served.items() if not adapter]
@@ -236,7 +234,9 @@ async def _undefined(site: Site) -> list[Finding]:
 @check("models", "endpoints serve the models that labels and definitions say", needs=("endpoints",))
 async def models(site: Site) -> list[Finding]:
     labels = await site.each(lambda endpoint: _label(site, endpoint))
-    names = [*await _unserved(site), *await _undefined(site)]
+    defined, _ = check_models(site.config.models)  # `fairlead validate` reports the problems
+    catalogue = Catalogue(defined, rules_of(site.config.models))
+    names = [*await _unserved(site, catalogue), *await _undefined(site, catalogue)]
     return [*labels, *await _mixed(site), *await _contexts(site), *names, *await _adapters(site)]
 
 

@@ -13,7 +13,7 @@ from fairlead.config.endpoint_list import PORT_LABEL, port_number
 from fairlead.config.problems import Problem
 from fairlead.config.reload import Changes
 from fairlead.config.schema import Config
-from fairlead.core.endpoint import Endpoint
+from fairlead.core.endpoint import MODEL_LABEL, Endpoint
 from fairlead.core.errors import ConfigError
 from fairlead.core.events import EndpointDown, EndpointUp, ModelsChanged, Reconfigured, StopAsked
 from fairlead.core.instructions import AdoptConfiguration, RefuseConfiguration
@@ -79,8 +79,9 @@ class PoolScheduler:
         #: As in `LivePools`: the process itself knows those of its only pool.
         self.refused: list[str] = []
         self._definitions: dict[str, ModelSet] = {}
-        #: Served models that are not defined, and for which definitions and lists that was found out.
-        self._undefined, self._looked = set[str](), (Catalogue(), 0)
+        #: Served models that are not defined, (name, target) that no server has, and the definitions and lists that say
+        #: so.
+        self._undefined, self._unserved, self._looked = set[str](), set[tuple[str, str]](), (Catalogue(), 0, False)
         self.core = core = Core(config, loop, tracing, self._adopt, self._refuse, one_of, gateway, begun)
         self.fleet, self.watch, self.pipeline = core.fleet, core.watch, core.pipeline
         self.driver, self.host, self.scraper = core.driver, core.host, core.scraper
@@ -177,7 +178,7 @@ class PoolScheduler:
         self.host.pulse.beat()
         self.watch.look()
         self.troubles.look()
-        self._look_for_undefined()
+        self._compare_names()
         self.maker.history.look(asyncio.get_running_loop().time())
 
     def _watch_troubles(self) -> None:
@@ -302,19 +303,37 @@ class PoolScheduler:
         counts = {"models": len(models.models), "objectives": len(models.objectives), "rewrites": len(models.rewrites)}
         log.info("loaded the model definitions", **counts)
 
-    def _look_for_undefined(self) -> None:
-        """Log which served models no request may name: the first name that is defined refuses all others."""
+    def _compare_names(self) -> None:
+        """Compare the defined names with the lists of the servers, when one of them has changed."""
         catalogue, served = self.pipeline.models, self.core.served
-        if self._looked == (catalogue, served.reported):
-            return
-        self._looked = catalogue, served.reported
-        lists = served.lists() if catalogue.strict else ()
+        looked = catalogue, served.reported, served.settled()
+        if self._looked != looked:
+            self._looked = looked
+            self._look_for_undefined(catalogue)
+            self._look_for_unserved(catalogue)
+
+    def _look_for_undefined(self, catalogue: Catalogue) -> None:
+        """Log which served models no request may name: the first name that is defined refuses all others."""
+        lists = self.core.served.lists() if catalogue.strict else ()
         undefined = {name for each in lists for name in catalogue.undefined(each.base.names, each.adapters or ())}
         if new := sorted(undefined - self._undefined):
             keep = "define these too, or set models.unmatched: pass"
             models = ", ".join(new[:_SHOWN]) + (f" and {len(new) - _SHOWN} more" if len(new) > _SHOWN else "")
             log.warning("requests for served models get 404, because only defined ones pass", models=models, keep=keep)
         self._undefined = undefined
+
+    def _look_for_unserved(self, catalogue: Catalogue) -> None:
+        """Log which targets no server lists and no label names. Their requests go to any server that might know them,
+        because some load models on demand, or ignore the name."""
+        listed = {*self.core.served.names()}
+        if not listed or not self.core.served.settled():
+            return
+        labelled = {name for _, endpoint in self.fleet.table.slots() for name in endpoint.labelled_models}
+        unserved = {*catalogue.unserved(listed | labelled)}
+        for name, target in sorted(unserved - self._unserved)[:_SHOWN]:
+            mend = f"correct the target, or label the endpoint that has it {MODEL_LABEL}: {target}"
+            log.warning("no server lists a target; its requests may get 404", model=name, target=target, mend=mend)
+        self._unserved = unserved
 
     # ---- admin pages ----
 
