@@ -1,7 +1,8 @@
 """The raw JSON bytes of a prompt: the part that stays a prefix when the prompt grows, its size, and its media."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from itertools import islice
 from typing import TypeVar
@@ -138,25 +139,28 @@ class _Part(Struct, gc=False):
 _decode_message, _decode_parts = Decoder(_Message).decode, Decoder(list[_Part]).decode
 
 
-def opening(messages: bytes | memoryview) -> bytes:
-    """The texts of the user's messages before the first answer, which each turn of a conversation sends again. Empty if
-    there are none, or if `messages` is no list of messages. `messages`: the last segment of `ParsedRequest.prompt`.
+def openings(messages: bytes | memoryview) -> Iterator[bytes]:
+    """Yield the texts of the user's messages before the first answer, which each turn of a conversation sends again,
+    then those before the second answer, and so on. Nothing if there are none, or if `messages` is no list of messages.
+    `messages`: the last segment of `ParsedRequest.prompt`.
 
     System prompts are left out, because many contain the time of day. So are the other members of a part: clients move
     their cache marks from turn to turn."""
-    raw, texts = bytes(messages), []
-    if raw[:1] != b"[":  # the Responses API takes a text for a single message
-        return raw
-    try:
-        for item in astuple(_decode_first(_OPENING)(raw + b"]")):
+    raw, texts, last = bytes(messages), list[bytes](), b""
+    if raw and raw[:1] != b"[":  # the Responses API takes a text for a single message
+        yield raw
+        return
+    with suppress(DecodeError, UnicodeDecodeError, RecursionError):
+        for item in (*astuple(_decode_first(_OPENING)(raw + b"]")), ABSENT):
             message = _decode_message(item) if item is not ABSENT else None
-            if message is None or message.role not in ("user", "system", "developer"):
-                break
-            if message.role == "user":
+            if message is not None and message.role == "user":
                 texts.append(_text_of(message.content))
-    except (DecodeError, UnicodeDecodeError, RecursionError):
-        return b""
-    return b"\n".join(texts)
+            elif message is None or message.role not in ("system", "developer"):
+                written = b"\n".join(texts)
+                if written != last:  # otherwise this message belongs to the same answer
+                    yield (last := written)
+            if message is None:
+                return
 
 
 def _text_of(content: Raw) -> bytes:

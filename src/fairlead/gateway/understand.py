@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from fairlead.apis.parsed import ParsedRequest, scoped, unread
-from fairlead.apis.prompt import opening
+from fairlead.apis.prompt import openings
 from fairlead.apis.request import Parser, explained, parse_request, parser_of, too_large
 from fairlead.core import headers as names
 from fairlead.core.apis import CHAT, EXACT, MESSAGES, OTHER, RESPONSES, STREAMING, api_of, read_path
@@ -323,10 +323,11 @@ _MAX_HEADS = 256
 
 class Openings:
     """Tells the openings of conversations from those that many requests share: the same examples before each question,
-    or one prompt again and again. By such an opening, a canary of 1 % would take all these requests, or none.
+    or one prompt again and again. By such an opening, a canary or target of 1 % would take all of them, or none.
 
     An opening is shared once `MAX_STARTS` requests began with it that continue no known prompt. A conversation has one
-    such turn in each scheduler, or a few while it is too short to be recognised.
+    such turn in each scheduler, or a few while it is too short to be recognised. Behind a shared opening, the next one
+    counts, which has the user's text up to one more answer: after equal examples the first question.
     """
 
     def __init__(self, limit: int = 32768) -> None:
@@ -428,8 +429,10 @@ class Understanding:
         self._prompts = prompts
         self._trace = trace
         self._catalogue = Catalogue()
-        #: Which openings a canary may go by; `None` = there is no canary.
-        self._openings: Openings | None = None
+        #: Which openings are shared; `None` = the first one of each request counts.
+        self._openings = Openings() if conversations else None
+        #: Whether there is a canary, to which conversations are assigned by their openings.
+        self._canary = False
         #: Whether only the parser reads bodies. Computed once because every request needs it.
         self._alone = prompts is None and trace is None
         #: The head of a request that begins like earlier ones: cached per opening.
@@ -442,7 +445,7 @@ class Understanding:
 
     def canary(self, on: bool) -> None:
         """Say whether there is a canary, to which conversations are assigned by their openings."""
-        self._openings = self._openings or Openings() if on and self._conversations is not None else None
+        self._canary = on and self._conversations is not None
         self.known_head.cache_clear()
 
     def api(self, headers: Mapping[str, str]) -> str:
@@ -459,7 +462,7 @@ class Understanding:
             subset = within(subset, hints.selection)
         removed = names.REMOVED_HEADERS.intersection(headers)
         content_type = headers.get("content-type", "")
-        alone = self._alone and catalogue is None and self._openings is None
+        alone = self._alone and catalogue is None and not self._canary
         return Head(headers, path, content_type, encoding, parser, hints, subset, removed, False, catalogue, alone)
 
     def _head_of(self, opening: Opening) -> Head:
@@ -529,10 +532,11 @@ class Understanding:
         """See `Request.opening`."""
         if not parsed.prompt or parsed.api not in (CHAT, MESSAGES, RESPONSES):
             return ""
-        begins = opening(parsed.prompt[-1])
-        name = f"{RECOGNISED}{xxh3_64_intdigest(begins):016x}" if begins else ""
-        openings = None if self._catalogue.sticky else self._openings
-        return "" if openings is not None and openings.shared(name, bool(session)) else name
+        for begins in openings(parsed.prompt[-1]):
+            name = f"{RECOGNISED}{xxh3_64_intdigest(begins):016x}"
+            if self._openings is None or not self._openings.shared(name, bool(session)):
+                return name
+        return ""
 
     def _accompanied(
         self, request: Request, head: Head, body: bytes, parsed: ParsedRequest
@@ -544,7 +548,7 @@ class Understanding:
             # Which one of several is drawn later; versions and adapters of one model mostly share a tokenizer.
             tokens = self._tokens.estimate(targets[0], parsed.prompt_bytes, parsed.api)
             request = replace(request, prompt_tokens=tokens)
-        if self._catalogue.sticky or self._openings is not None:
+        if self._catalogue.sticky or self._canary:
             request = replace(request, opening=self._opening(request.session, parsed))
         if self._prompts is not None:
             read = self._prompts.read(parsed, body, targets)

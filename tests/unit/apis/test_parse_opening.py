@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fairlead.apis.prompt import opening
+from fairlead.apis.prompt import openings
 from fairlead.apis.request import parse_request
 
 
@@ -13,8 +13,12 @@ def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
+def all_of(*messages: Any) -> list[bytes]:
+    return list(openings(json.dumps(messages)[:-1].encode()))
+
+
 def of(*messages: Any) -> bytes:
-    return opening(json.dumps(messages)[:-1].encode())
+    return next(iter(all_of(*messages)), b"")
 
 
 SYSTEM, ANSWER = {"role": "system", "content": "It is 10:03."}, {"role": "assistant", "content": "hello"}
@@ -46,7 +50,15 @@ def test_all_that_was_written_before_the_first_answer_counts() -> None:
 
 def test_a_text_is_the_first_message() -> None:
     parsed = parse_request("/v1/responses", b'{"model":"m","input":"hi"}')
-    assert opening(parsed.prompt[-1]) == of(user("hi"))
+    assert [*openings(parsed.prompt[-1])] == all_of(user("hi")) == [b"hi"]
+
+
+def test_later_openings_have_what_was_written_before_later_answers() -> None:
+    assert all_of(SYSTEM, user("a"), ANSWER, user("b"), SYSTEM, user("c")) == [b"a", b"a\nb\nc"]
+    call, result = {"role": "assistant", "tool_calls": []}, {"role": "tool", "content": "1"}
+    assert all_of(user("a"), call, result, ANSWER) == [b"a"], "one answer of several messages"
+    assert len(all_of(*[user("more"), ANSWER] * 20)) == 8
+    assert all_of(user("a"), ANSWER, 1) == [b"a"]
 
 
 @pytest.mark.parametrize(
@@ -58,4 +70,4 @@ def test_no_opening(messages: list[Any]) -> None:
 
 @pytest.mark.parametrize("raw", [b"", b"[", b'[{"role":"user"', b"[[[" * 10_000])
 def test_broken_messages_have_none(raw: bytes) -> None:
-    assert opening(raw) == b""
+    assert [*openings(raw)] == []

@@ -12,6 +12,7 @@ from fairlead.core.models import (
     Catalogue,
     InferenceModel,
     InferenceModelRewrite,
+    ModelRules,
     ModelSet,
     Origin,
     Resolution,
@@ -149,17 +150,27 @@ def test_what_a_conversation_begins_with_is_read_only_where_something_depends_on
     assert opening("a") == ""
 
 
-def test_an_opening_that_many_requests_share_is_none_of_a_conversation() -> None:
-    """By it, a canary would take all of them, or none."""
+@pytest.mark.parametrize("sticky", [False, True])
+def test_an_opening_that_many_requests_share_is_none_of_a_conversation(sticky: bool) -> None:
+    """By it, a canary or a target of a split would take all of them, or none."""
     understanding = Understanding(TokenEstimator(), HASHER, lambda: 5.0)
-    understanding.canary(True)
+    if sticky:
+        split = InferenceModel(origin=Origin(namespace="", name="m"), model="m", targets=(Target("a"), Target("b")))
+        understanding.define(Catalogue(ModelSet((split,)), ModelRules(sticky_sessions=True)))
+    else:
+        understanding.canary(True)
 
     def opening(*turns: str) -> str:
         head = understanding.head({":path": PATHS["chat"]})
         return understanding.request(head, json.dumps({"model": "m", "messages": messages(*turns)}).encode())[0].opening
 
-    asked = [opening("example", "answer", f"question {number} ") for number in range(20)]
-    assert len({*asked[:MAX_STARTS]}) == 1 and {*asked[MAX_STARTS:]} == {""}
+    examples = "example", "answer"
+    asked = [opening(*examples, f"question {number} ") for number in range(20)]
+    assert len({*asked[:MAX_STARTS]}) == 1 and len({*asked[MAX_STARTS:]}) == 20 - MAX_STARTS
+    later = [opening(*examples, f"question {number} ", "answer", "more") for number in range(MAX_STARTS, 20)]
+    assert later == asked[MAX_STARTS:], "each is a conversation of its own"
+    repeated = [opening("a prompt in a loop") for _ in range(20)]
+    assert len({*repeated[:MAX_STARTS]}) == 1 and {*repeated[MAX_STARTS:]} == {""}
     turns = [text for number in range(20) for text in (f"question {number} ", "answer")]
     assert "" not in {opening(*turns[:end]) for end in range(1, 40, 2)}
 
