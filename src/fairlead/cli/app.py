@@ -36,7 +36,7 @@ def _one_line() -> Iterator[None]:
         if type(error).__name__ == "NoArgsIsHelpError":
             raise
         where = f"; see `{error.ctx.command_path} --help`" if error.ctx else ""
-        complain(error.format_message().rstrip(".") + where)
+        complain(error.format_message().rstrip(".").replace(": Value error, ", ": ") + where)  # pydantic says that
         raise typer.Exit(error.exit_code) from None
 
 

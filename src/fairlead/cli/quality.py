@@ -37,7 +37,7 @@ def quality(
         list[str] | None, workload_option("NAME", "Only this scenario; repeat.", show_default="the set")
     ] = None,
     chosen: Annotated[
-        Set, typer.Option("--set", metavar="SET", help="development, held-out, both (all), or drawn.")
+        Set, typer.Option("--set", metavar="SET", help="development, held-out, all (these two), or drawn.")
     ] = Set.DEVELOPMENT,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer requests of each scenario.")] = False,
     seeds: Annotated[int, typer.Option(metavar="N", min=1, help=SEEDS)] = 1,

@@ -71,7 +71,7 @@ async def test_a_taken_port_is_a_clear_error():
         (["--port", "65536"], 2, "less than or equal to 65535"),
         (["--kv-tokens", "5"], 2, "does not fit into a KV cache of 5"),
         (["--port", "65535", "--replicas", "2"], 1, "need ports above 65535"),
-        (["--kv-encoding", "morse", "--kv-events"], 2, "'morse' is not one of 'map', 'array'"),
+        (["--kv-encoding", "morse", "--kv-events"], 2, "encoding': 'morse' is not one of 'map', 'array'"),
         (["--kv-events-port", "0"], 2, "need --kv-events too"),
         (["--kv-encoding", "array"], 2, "need --kv-events too"),
         (["--port", "0", "--kv-events", "--kv-events-port", "65534", "--replicas", "2"], 1, "need ports above 65535"),
