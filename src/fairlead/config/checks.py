@@ -3,7 +3,7 @@
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -176,11 +176,14 @@ def _check_directory(path: str, place: Place, report: Report) -> None:
 
 def _check_listener(gateway: Gateway, report: Report) -> None:
     """Check what `gateway.envoy.options` would refuse at a start. Envoy resolves no names of listeners."""
+    host, hint = ("gateway", "host"), "e.g. 127.0.0.1, or '::' for all addresses"
     try:
-        ip_address(gateway.host)
+        address = ip_address(gateway.host)
     except ValueError:
-        hint = "e.g. 127.0.0.1, or '::' for all addresses"
-        report.add(("gateway", "host"), f"expected an IP address, got {shorten(gateway.host)!r}", hint)
+        report.add(host, f"expected an IP address, got {shorten(gateway.host)!r}", hint)
+    else:
+        if isinstance(address, IPv6Address) and (address.scope_id or address.is_link_local):
+            report.add(host, "the gateway cannot listen on a link-local address or in an IPv6 zone", hint)
     if gateway.envoys > 1 and not gateway.port:
         report.add(("gateway", "port"), "several Envoys need a port that they share, so it cannot be 0")
     if gateway.admin_port and gateway.admin_port + gateway.envoys > 65536:

@@ -244,6 +244,8 @@ BAD: list[tuple[str, list[tuple[str, int, str, str]]]] = [
     (ONE + "gateway: {hots: x}", [("$.gateway.hots", 2, "unknown field", "'host'")]),
     (ONE + "gateway: {host: ''}", [("$.gateway.host", 2, "length >= 1", "")]),
     (ONE + "gateway: {host: localhost}", [("$.gateway.host", 2, "expected an IP address", "127.0.0.1")]),
+    (ONE + "gateway: {host: 'fe80::1%eth0'}", [("$.gateway.host", 2, "cannot listen on a link-local address", "'::'")]),
+    (ONE + "gateway: {host: '::1%lo'}", [("$.gateway.host", 2, "or in an IPv6 zone", "'::'")]),
     (ONE + "gateway: {host: '[::1]'}", [("$.gateway.host", 2, "expected an IP address, got '[::1]'", "")]),
     (ONE + "gateway: {port: 0, envoys: 2}", [("$.gateway.port", 2, "it cannot be 0", "")]),
     (ONE + "gateway: {adminPort: 65535, envoys: 2}", [("$.gateway.adminPort", 2, "have no 2 ports", "")]),
