@@ -19,7 +19,7 @@ from fairlead.apis.engine_metrics import (
     parse_spec,
     unknown_engine,
 )
-from fairlead.config.endpoint_list import PORT_LABEL, Listed, port_number
+from fairlead.config.endpoint_list import HOST_LABEL, PORT_LABEL, Listed, port_number
 from fairlead.config.problems import Place, Report, shorten
 from fairlead.config.schema import (
     CHECKED_ELSEWHERE,
@@ -235,7 +235,7 @@ def with_page(endpoint: Endpoint, metrics: Metrics) -> Endpoint:
     path = metrics.path or (TRTLLM_PATH if engine == "trtllm-serve" else "/metrics")
     host, _, port = endpoint.address.rpartition(":")
     own = port_number(labels.get(PORT_LABEL, "")) or metrics.port or int(port)
-    where = host_port(labels.get("metricsAddress") or host.strip("[]"), own)
+    where = host_port(labels.get(HOST_LABEL) or host.strip("[]"), own)
     url = f"{metrics.scheme}://{where}{path}"
     return endpoint if endpoint.metrics_url or url == endpoint.scrape_url else replace(endpoint, metrics_url=url)
 

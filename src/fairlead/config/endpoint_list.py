@@ -38,7 +38,8 @@ _KEYS = frozenset({*KEYS, "metrics_url"})
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 _HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 #: The label with the port of the metrics page.
-PORT_LABEL = "metricsPort"
+PORT_LABEL, HOST_LABEL = "metricsPort", "metricsAddress"
+_NO_HOST = "is neither an IP address nor a host name"
 _DIGITS = re.compile(r"[0-9]{1,5}")
 
 
@@ -166,15 +167,18 @@ def _host(entry: _Entry, text: str) -> tuple[str, bool]:
     try:
         address = ip_address(bare)
     except ValueError:
-        # Only digits and dots: a mistyped IPv4 address. The resolver would turn `10.1` into 10.0.0.1.
-        numeric = bare.replace(".", "").isdigit()
-        if bare != text or numeric or not _HOST.fullmatch(bare) or len(bare) > 253:
-            wrong = f"{text[:80]!r} is neither an IP address nor a host name"
-            raise entry.wrong("address", wrong) from None
+        if bare != text or not _is_host_name(bare):
+            raise entry.wrong("address", f"{text[:80]!r} {_NO_HOST}") from None
         return bare, False
     if isinstance(address, IPv6Address) and address.scope_id:
         raise entry.wrong("address", "an IPv6 zone cannot be dialled by the gateway")
     return str(address), True
+
+
+def _is_host_name(text: str) -> bool:
+    # Only digits and dots: a mistyped IPv4 address. The resolver would turn `10.1` into 10.0.0.1.
+    numeric = text.replace(".", "").isdigit()
+    return not numeric and _HOST.fullmatch(text) is not None and len(text) <= 253
 
 
 def _port(entry: _Entry, behind: str | None) -> int:
@@ -223,6 +227,13 @@ def _metrics_url(entry: _Entry, labels: Mapping[str, str]) -> str:
     if other_port and not port_number(other_port):
         place = (*entry.place_of("labels"), PORT_LABEL)
         raise WrongEntry(f"{other_port[:80]!r} is not a port", entry.line("labels"), place)
+    other_host = labels.get(HOST_LABEL)
+    if other_host and not _is_host_name(other_host):
+        try:
+            ip_address(other_host)
+        except ValueError:
+            place, hint = (*entry.place_of("labels"), HOST_LABEL), f"a port goes into {PORT_LABEL}"
+            raise WrongEntry(f"{other_host[:80]!r} {_NO_HOST}", entry.line("labels"), place, hint) from None
     return ""
 
 

@@ -114,6 +114,11 @@ def test_json_with_tabs() -> None:
         ({"metricsUrl": "http://ü/"}, ".metricsUrl", "'http://ü/' has no usable host and port"),
         ({"metricsUrl": ["http://h"]}, ".metricsUrl", "expected a scalar"),
         ({"labels": {"metricsPort": "x"}}, ".labels.metricsPort", "'x' is not a port"),
+        (
+            {"labels": {"metricsAddress": "10.0.0.1:9"}},
+            ".labels.metricsAddress",
+            "'10.0.0.1:9' is neither an IP address nor a host name",
+        ),
         ({"metrics_url": "file:///etc/passwd"}, ".metrics_url", "'file:///etc/passwd' is neither http nor https"),
     ],
 )
