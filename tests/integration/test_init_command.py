@@ -105,6 +105,7 @@ def test_unlike_servers_are_named(stubs: list[str], tmp_path: Path) -> None:
         ((), 2, "name the model servers"),
         (("127.0.0.1:1", "--no-probe", "--pool", "llama"), 2, "--pool"),
         (("127.0.0.1:1", "127.0.0.1"), 2, "error: 127.0.0.1: `port` is missing"),
+        (("foo", "10.0.0.1:8000", "bar:99999"), 2, "8000)\nerror: bar:99999: '99999' is not a port"),
         (("https://10.0.0.1:8000/v1",), 2, "error: https://10.0.0.1:8000/v1: 'https://10.0.0.1:8000/v1' is a URL"),
         (("http://me:geheim@10.0.0.1:8000/v1",), 2, "'http://me:***@10.0.0.1:8000/v1' is a URL"),
         (("10.0.0.1:8000", "--prefill", "10.0.0.2:80/x"), 2, "error: 10.0.0.2:80/x: '80/x' is not a port"),

@@ -110,16 +110,19 @@ def _listed(words: Iterable[str]) -> list[str]:
 
 
 def _check(addresses: list[str]) -> None:
-    """Raises `ConfigError` for an address that cannot be used, or is there twice."""
+    """Raises `ConfigError` that names each address that cannot be used, or is there twice."""
     from msgspec import structs
 
     from fairlead.config.endpoint_list import parse_endpoints_text
     from fairlead.core.errors import ConfigError
 
+    said = []
     for problem in parse_endpoints_text(dumps(addresses).encode()).problems:
         number = re.search("[0-9]+", problem.path)
         argument = addresses[int(number[0])] if number else "HOST:PORT"
-        raise ConfigError(str(structs.replace(problem, path=argument, line=0)))
+        said.append(str(structs.replace(problem, path=argument, line=0)))
+    if said:
+        raise ConfigError("\n".join(said))
 
 
 def _interruptible(ask: Callable[[], T]) -> T:
