@@ -52,6 +52,8 @@ class Service(Struct, frozen=True):
     name: str
     uid: str
     ports: tuple[Port, ...]
+    #: The port numbers by which clients of the service know these ports.
+    numbers: tuple[int, ...] = ()
 
 
 class Slice(Struct, frozen=True):
@@ -142,7 +144,7 @@ def read_service(text: bytes | Raw) -> Service:
         if not isinstance(number, int) or not 0 < number < 65536:
             raise Unreadable(f"the service {name}: targetPort must be a number, got '{number}'")
         ports.append(Port(port.name, number, port.protocol))
-    return Service(name, service.metadata.uid, tuple(ports))
+    return Service(name, service.metadata.uid, tuple(ports), tuple(port.port for port in service.spec.ports or ()))
 
 
 def read_slice(text: bytes | Raw) -> Slice:
@@ -284,6 +286,14 @@ class EndpointSlicePublisher:
             synced=self._woken.set,
             on_trouble=self._contact,
         )
+
+    def lacks(self, port: int) -> str:
+        """Why nobody who asks at this port of the service reaches it; empty = the port exists, or is not known yet."""
+        known = () if self._service is None else self._service.numbers
+        if not known or port in known:
+            return ""
+        has = ", ".join(map(str, known))
+        return f"no port {port} at the service {self._namespace}/{self._name}, which has {has}"
 
     def lead(self, leading: bool) -> None:
         self._leading, self._named = leading, False

@@ -14,7 +14,7 @@ import asyncio
 import os
 import secrets
 import socket
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from ipaddress import ip_address
@@ -30,7 +30,7 @@ from fairlead.pool.kube.client import KubeClient
 from fairlead.pool.kube.elector import ElectionSettings, Elector
 from fairlead.pool.kube.endpoint_slice import EndpointSlicePublisher, Place
 from fairlead.pool.kube.models import PoolModels
-from fairlead.pool.kube.objects import Pool
+from fairlead.pool.kube.objects import PickerRef, Pool
 from fairlead.pool.kube.pods import Feed, PoolEndpoints
 from fairlead.pool.kube.reflector import Reflector
 from fairlead.pool.kube.status import StatusWriter
@@ -95,12 +95,22 @@ class KubeLink:
         """The reflectors by resource."""
         raise NotImplementedError
 
+    @property
+    def pools(self) -> Iterable[Pool]:
+        """The InferencePools that are known to exist."""
+        raise NotImplementedError
+
     # ---- common to all ----
 
     @property
     def misled(self) -> str:
         """Why gateways do not find this leader; empty = they do, or this replica does not lead."""
         troubles = [publisher.trouble for publisher in self.publishers.values() if publisher.trouble]
+        for pool in self.pools:
+            ref = pool.picker or PickerRef("")
+            publisher = self.publishers.get((pool.namespace, ref.name))
+            if publisher is not None and (lacks := publisher.lacks(ref.port)):
+                troubles.append(f"the endpointPickerRef of {pool.namespace}/{pool.name}: {lacks}")
         return "; ".join(troubles) if self._may_write() else ""
 
     @property
@@ -286,6 +296,10 @@ class Kube(KubeLink):
                 text = "the pool's appProtocol changed; the embedded gateway applies it when it is started again"
                 log.warning(text, app_protocol=self._protocol, before=before)
         self._judge()
+
+    @property
+    def pools(self) -> Iterable[Pool]:
+        return () if self.endpoints.pool is None else (self.endpoints.pool,)
 
     @property
     def missing(self) -> str:

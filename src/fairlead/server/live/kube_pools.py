@@ -6,7 +6,7 @@ process.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 from weakref import WeakValueDictionary
@@ -253,6 +253,10 @@ class KubePools(KubeLink):
 
     # ---- the Services of pools ----
 
+    @property
+    def pools(self) -> Iterable[Pool]:
+        return (pool for watched in self._watched.values() for pool in watched.pools.pools.items.values())
+
     def _publish(self) -> None:
         """Point the Services of all existing pools at the leader."""
         place = self._place
@@ -282,8 +286,7 @@ class KubePools(KubeLink):
 
     def _services(self) -> set[tuple[str, str]]:
         """The Services, by namespace and name, that existing pools refer to, also those that cannot be served."""
-        pools = (pool for watched in self._watched.values() for pool in watched.pools.pools.items.values())
-        refs = {(pool.namespace, pool.picker) for pool in pools}
+        refs = {(pool.namespace, pool.picker) for pool in self.pools}
         return {(namespace, ref.name) for namespace, ref in refs if ref is not None and ref.kind == "Service"}
 
     async def _empty_leftovers(self) -> None:

@@ -187,6 +187,21 @@ async def test_a_leader_that_gateways_do_not_find_says_so(
     await until(lambda: not replica.kube.misled)
 
 
+async def test_a_leader_that_gateways_ask_at_a_port_which_its_service_lacks_says_so(
+    kube: FakeKube, kubeconfig: Path, stack: AsyncExitStack, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POD_IP", "10.244.0.7")
+    kube.put("v1", "services", {"metadata": {"name": "llama-epp-leader"}, "spec": {"ports": [{"port": 9002}]}})
+    ref = {"name": "llama-epp-leader", "port": {"number": 9003}}
+    kube.put(V1, "inferencepools", {**POOL, "spec": {**POOL["spec"], "endpointPickerRef": ref}})
+    replica = Replica(kubeconfig, leader_election=LeaderElection(enabled=True, service="llama-epp-leader"))
+    await replica.kube.start(stack)
+    lacks = "no port 9003 at the service default/llama-epp-leader, which has 9002"
+    await until(lambda: replica.kube.misled == f"the endpointPickerRef of default/llama: {lacks}")
+    kube.put(V1, "inferencepools", {**POOL, "spec": {**POOL["spec"], "endpointPickerRef": {"name": ref["name"]}}})
+    await until(lambda: not replica.kube.misled)
+
+
 @pytest.mark.parametrize("speaks", [True, False])
 async def test_a_changed_protocol_of_the_pods_is_logged_where_a_gateway_reads_it(
     kube: FakeKube, kubeconfig: Path, stack: AsyncExitStack, until: Any, caplog: Any, speaks: bool
