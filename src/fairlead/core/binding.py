@@ -110,6 +110,10 @@ class Pairs(Struct, frozen=True):
     shares: FloatColumn
     terms: Terms
 
+    def of(self, rows: Sequence[int]) -> "Pairs":
+        """Return the pairs of some of the requests."""
+        return Pairs([self.requests[row] for row in rows], self.able[rows], self.shares[rows], self.terms.of(rows))
+
 
 # What the configured policy says about waiting requests: which endpoints can serve them, and at what cost.
 #

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from struct import Struct
 from zlib import crc32
 
-import numpy as np
-
 from fairlead.core.binding import Pairs, WaitingRules
 from fairlead.core.columns import BoolColumn, FloatColumn
 from fairlead.core.errors import PLUGIN_FAILURES, PluginError, hung, of_plugin
@@ -105,11 +103,11 @@ class CanaryRules(WaitingRules):
 
     def costs(self, pairs: Pairs, fleet: FleetView, now: float) -> FloatColumn:
         costs = self._primary.costs(pairs, fleet, now)
-        taken, self._counted = np.array([[self._canary.takes(request)] for request in pairs.requests]), False
-        if np.count_nonzero(taken):
+        taken, self._counted = [row for row, request in enumerate(pairs.requests) if self._canary.takes(request)], False
+        if taken:
             try:
-                costs = np.where(taken, self._own_rules.asked(pairs, fleet, now), costs)
-                self._counted = True
+                own, costs = self._own_rules.asked(pairs.of(taken), fleet, now), costs.copy()
+                costs[taken], self._counted = own, True
             except PLUGIN_FAILURES as error:
                 self._canary.failed(error)
         return costs

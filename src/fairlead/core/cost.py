@@ -248,6 +248,10 @@ class Terms(Struct, frozen=True):
     #: How long the answer may pause for long prompts that come later; not multiplied with `kappa`.
     pauses: FloatColumn = _ZERO
 
+    def of(self, rows: Sequence[int]) -> "Terms":
+        """Return the terms of some of several requests. What is equal for all has one row, or none."""
+        return Terms(*(term[rows] if np.ndim(term) == 2 and len(term) > 1 else term for term in astuple(self)))
+
     def read_only(self) -> "Terms":
         """Return the same terms for code that may come from anywhere."""
         return Terms(*(read_only(term) if isinstance(term, np.ndarray) else term for term in astuple(self)))

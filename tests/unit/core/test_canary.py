@@ -76,6 +76,20 @@ def test_each_side_chooses_for_its_own_requests_that_wait() -> None:
     assert bound(by_rules, fleet, *both).slot in (0, 2)
 
 
+def test_a_canary_is_asked_only_for_the_requests_that_it_takes() -> None:
+    asked: list[int] = []
+
+    class Listening(Prefers):
+        def cost(self, request: Any, fleet: Any, cycle: Any) -> Any:
+            asked.append(request.id)
+            return super().cost(request, fleet, cycle)
+
+    canary = Canary(Prefers(0), Listening(2), 20.0)
+    waiting = [one(number) for number in range(50)]
+    bound(rules(canary), builders.fleet(), *waiting)
+    assert asked == [request.id for request in waiting if canary.takes(request)] and 0 < len(asked) < 25
+
+
 @pytest.mark.parametrize(("error", "goes_on"), [(KeyError("no"), True), (NeverReturned(), False)])
 def test_a_canary_that_fails_leaves_the_choice_to_the_primary(error: BaseException, goes_on: bool) -> None:
     told: list[PluginError] = []
