@@ -20,9 +20,9 @@ Start = Callable[..., Awaitable[tuple[Live, asyncio.Task[None]]]]
 SYSTEM = "You answer questions about ships and harbours, briefly. " * 200
 
 
-async def asked(port: int, question: str, key: str) -> None:
+async def asked(port: int, question: str, key: str = "", model: str = "tiny") -> None:
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-    body = json.dumps({"model": "tiny", "messages": messages, "max_tokens": 4}).encode()
+    body = json.dumps({"model": model, "messages": messages, "max_tokens": 4}).encode()
     url, headers = f"http://127.0.0.1:{port}/v1/chat/completions", {"content-type": "application/json"}
     headers["authorization"] = f"Bearer {key}"
     async with aiohttp.ClientSession() as session, session.post(url, data=body, headers=headers) as answer:
@@ -69,3 +69,24 @@ async def test_a_restarted_replica_has_the_shared_beginning(
         hits, queries = engine.stats.prefix_hits - before[0], engine.stats.prefix_queries - before[1]
         assert (hits > 0.9 * queries) is enabled
         assert SYSTEM[:20] not in page(scheduler)
+
+
+@pytest.mark.slow
+async def test_beginnings_for_models_of_other_endpoints_are_passed_over(
+    live: Start, envoy: Callable[..., Envoy]
+) -> None:
+    (port,) = free_ports(1)
+    tiny, large = (StubPool(StubConfig(model=name, time_ratio=20.0)) for name in ("tiny", "large"))
+    async with tiny, large:
+        endpoints = [{"name": f"e{at}", "address": pool.addresses[0]} for at, pool in enumerate((tiny, large))]
+        scheduler, _ = await live({"endpoints": endpoints, "seed": 1, "warming": {"enabled": True}})
+        addresses = [*tiny.addresses, *large.addresses]
+        gateway = await asyncio.to_thread(envoy, embedded(scheduler.config, port, addresses))
+        await sees_the_scheduler(gateway.admin)
+        for model, questions in (("large", 16), ("tiny", 8)):  # the beginning for `large` is shared by more
+            await asyncio.gather(*(asked(port, f"Question {number}?", model=model) for number in range(questions)))
+        table = scheduler.fleet.table
+        await until(lambda: all((one.prefix_queries or 0.0) > 0.0 for one in table.samples if one is not None))
+        await tiny.restart(0)
+        await until(lambda: 'warming_requests_total{result="sent"} 1' in page(scheduler))
+        assert tiny.replica(0).engine.stats.prefix_queries and 'result="failed"} 0' in page(scheduler)

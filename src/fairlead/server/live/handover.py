@@ -11,13 +11,13 @@ Rules
 """
 
 import asyncio
-import ipaddress
 import secrets
 from collections.abc import Callable, Mapping
 
 import aiohttp
 from aiohttp import web
 
+from fairlead.config.checks import is_loopback
 from fairlead.config.schema import Admin
 from fairlead.core.endpoint import host_port
 from fairlead.pool.aio import read_at_most, set_within
@@ -41,12 +41,8 @@ def reachable(admin: Admin, address: str) -> str:
     host, port = admin.host, admin.port
     if admin.metrics_port:
         host, port = admin.metrics_host or host, admin.metrics_port
-    try:
-        if ipaddress.ip_address(host).is_loopback:
-            return ""
-    except ValueError:
-        return ""
-    return f"http://{host_port(address, port)}" if address and port and not admin.tls else ""
+    usable = address and port and not admin.tls and not is_loopback(host)
+    return f"http://{host_port(address, port)}" if usable else ""
 
 
 class Handover:

@@ -3,12 +3,13 @@
 Rules
 * A beginning is sent as a request for one token. The pipeline charges it and learns from it as from any other. It has
   the lowest priority, so under flow control it waits for all other requests. Only its endpoint may serve it.
-* An endpoint is sent one beginning at a time, the most shared first, until `tokens` were sent or one fails. While
-  `BUSY` requests wait there for their first token none is sent. After `PATIENCE_S` of that, warming ends: clients'
-  requests fill the cache then.
+* An endpoint is sent one beginning at a time, the most shared first, until `tokens` were sent or one fails. One whose
+  model it does not serve is passed over, and after `TRIES` of them all for that name. While `BUSY` requests wait there
+  for their first token none is sent. After `PATIENCE_S` of that, warming ends: clients' requests fill the cache then.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,11 @@ log = get("warming")
 PRIORITY, TENANT = -(2**31), "fairlead-warming"
 #: With this many waiting requests an endpoint is busy; seconds between two checks; the most seconds of waiting.
 BUSY, LOOK_S, PATIENCE_S = 4, 0.1, 10.0
+#: What `_send` returns if the endpoint does not serve the model: no endpoint was chosen, or the server does not know it.
+_REFUSED, _UNKNOWN = "refused", "status 404"
+_NOT_HERE = (_REFUSED, _UNKNOWN)
+#: How many beginnings for one name are tried at an endpoint that does not serve it: the name may have other targets.
+TRIES = 3
 #: Seconds from sending a beginning to the end of its answer.
 TIMEOUT_S = 60.0
 
@@ -127,7 +133,7 @@ class Warming:
 
     async def _warm(self, endpoint_id: str, beginnings: list[Beginning]) -> None:
         began = self._now()
-        left, sent, why = self._most, 0, "done"
+        left, sent, why, lacking = self._most, 0, "done", Counter[str]()
         for kept in beginnings:
             endpoint = await self._free(endpoint_id)
             if endpoint is None:
@@ -136,11 +142,14 @@ class Warming:
             request = await self._request(kept, endpoint.address)
             if request is None:
                 continue
-            if request.prompt_tokens > left:
+            if request.prompt_tokens > left or lacking[request.model] >= TRIES:
                 if self._fleet.exact is not None:
                     self._fleet.exact.dropped(request)
                 continue
             problem = await self._send(request, kept)
+            if problem in _NOT_HERE:
+                lacking[request.model] += 1
+                continue
             if problem:
                 self.counts.failed += 1
                 why = problem
@@ -180,7 +189,7 @@ class Warming:
         try:
             route = await client.routed
             if route is None:
-                return "refused"
+                return _REFUSED
             body = splice_model(kept.body, route.target) if route.target else kept.body
             url = f"http://{route.endpoint.address}{kept.path}"
             client.send(asyncio.current_task())

@@ -155,6 +155,7 @@ async def test_only_who_knows_the_path_reads_the_page(two: tuple[Replica, Replic
         (Settings(port=9091, metrics_host="0.0.0.0", metrics_port=9090), "http://10.0.0.1:9090"),
         (Settings(port=9090), ""),
         (Settings(host="localhost", port=9090), ""),
+        (Settings(host="pod-0.pods", port=9090), "http://10.0.0.1:9090"),
         (Settings(host="::", port=0), ""),
         (Settings(host="::", port=9090, tls=Tls(cert_dir="/tls")), ""),
     ],
