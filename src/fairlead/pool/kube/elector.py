@@ -286,8 +286,8 @@ class Elector:
         self.holder = ""
         #: How often this replica became the leader.
         self.terms = 0
-        #: The page of the last other holder, which may have ended; empty = there was none.
-        self.page = ""
+        #: The lease as the last other holder had it, who may have ended; without a holder, there was none.
+        self.former = Lease()
         self._client = client
         self._settings = settings
         self._changed = changed
@@ -434,7 +434,7 @@ class Elector:
         now = asyncio.get_running_loop().time()
         self._sight = Sight(lease, now) if self._sight is None else self._sight.seen(lease, now)
         if lease is not None and not lease.free and lease.holder != self._settings.identity:
-            self.page = lease.page
+            self.former = lease
         if self._releasing:
             self._leader_watch.follow("")
             if lease is not None:

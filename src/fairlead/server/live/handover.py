@@ -8,6 +8,8 @@ Rules
 * A leader that stops writes its files before it gives the lease back. The next one reads the page once more, while the
   last one still answers.
 * Nothing waits for this. A new leader answers at once, by what it knows.
+* A leader that loses its lease and gets it back has the newest knowledge, unless another one led meanwhile. That one
+  serves its files only once it has taken over, because what it knew as a standby is old.
 """
 
 import asyncio
@@ -27,11 +29,11 @@ from fairlead.server.state import StateFile
 
 log = get("state")
 
-#: Seconds for a connection to the leader, which may be gone, and for a whole file.
-CONNECT_S, READ_S = 1.0, 20.0
+#: Seconds that a leader, which may be gone or hang, may be silent, and for a whole file.
+SILENT_S, READ_S = 1.0, 20.0
 #: Reading may take this share of the time.
 _BUSY = 0.1
-#: Seconds that a leader which stops waits for its files to be written.
+#: Seconds that a leader waits for its files to be written.
 WRITE_S = 3.0
 
 
@@ -55,6 +57,8 @@ class Handover:
         self.page = url + self.path
         self._states = states
         self._woken = asyncio.Event()
+        #: This replica leads, or has led, and its files say so.
+        self._tells = False
         #: The files of the last leader by pool, as last read, and its page.
         self._read: dict[str, bytes] = {}
         self._read_at = ""
@@ -62,7 +66,7 @@ class Handover:
     async def serve(self, request: web.Request) -> web.StreamResponse:
         """The page: the file of the pool `?pool=`. The operating system copies it to the socket."""
         state = self._states().get(request.query.get("pool", ""))
-        if state is None:
+        if state is None or not self._tells:
             raise web.HTTPNotFound
         return web.FileResponse(state.path)
 
@@ -71,15 +75,17 @@ class Handover:
 
     async def run(self, elector: Elector) -> None:
         async with aiohttp.ClientSession() as session:
-            led, pause_s = False, 0.0
+            led, pause_s, taken_over = False, 0.0, ""
             while True:
                 await set_within(self._woken, pause_s)
                 self._woken.clear()
-                began, leads = asyncio.get_running_loop().time(), elector.leading
-                if not (leads and led):
-                    await self._look(session, elector.page)
+                began, leads, former = asyncio.get_running_loop().time(), elector.leading, elector.former
+                if not (leads and led) and former.acquired != taken_over:
+                    await self._look(session, former.page)
                 if leads and not led:  # one that began to lead meanwhile reads once more
                     await self._inherit()
+                    await self.prepare()
+                    self._tells, taken_over = True, former.acquired
                 led = leads
                 took_s = asyncio.get_running_loop().time() - began
                 intervals = [state.settings.interval for state in self._states().values()]
@@ -92,7 +98,7 @@ class Handover:
             self._read_at = page
         for name, state in self._states().items() if page else ():
             try:
-                timeout = aiohttp.ClientTimeout(READ_S, sock_connect=CONNECT_S)
+                timeout = aiohttp.ClientTimeout(READ_S, sock_connect=SILENT_S, sock_read=SILENT_S)
                 async with session.get(page, params={"pool": name}, timeout=timeout, allow_redirects=False) as answer:
                     if answer.status == 200:
                         too_large = ValueError("no state file is so large")
@@ -107,7 +113,7 @@ class Handover:
         self._read.clear()
 
     async def prepare(self) -> None:
-        """Write the files, because this leader stops."""
+        """Write the files for the next leader."""
         writing = [asyncio.create_task(state.write()) for state in self._states().values()]
         if writing:
             await asyncio.wait(writing, timeout=WRITE_S)

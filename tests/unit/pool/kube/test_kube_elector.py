@@ -99,8 +99,8 @@ async def test_who_leads_next_knows_the_page_of_the_last_one(replica: Any, until
     await until(lambda: b.elector.holder == "a")
     await a.elector.release()
     await until(lambda: b.leads)
-    assert b.elector.page == "http://10.0.0.1:9090/learned/x"
-    await until(lambda: a.elector.page == "http://10.0.0.2:9090/learned/y")
+    assert b.elector.former.page == "http://10.0.0.1:9090/learned/x"
+    await until(lambda: a.elector.former.page == "http://10.0.0.2:9090/learned/y")
 
 
 async def test_a_release_without_others_gives_up_waiting(kube: FakeKube, replica: Any, until: Any) -> None:

@@ -19,6 +19,7 @@ from fairlead.core.clock import VirtualClock
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import EndpointUp
 from fairlead.core.request import Request
+from fairlead.pool.kube.elector import Lease
 from fairlead.server.admin import Admin, AdminSources, admin_access
 from fairlead.server.live.handover import Handover, reachable
 from fairlead.server.state import StateFile
@@ -49,7 +50,7 @@ class Replica:
         self.admin = Admin(
             nothing, port=0, debug=False, access=access, secret=(self.handover.path, self.handover.serve)
         )
-        self.elector = SimpleNamespace(leading=False, page="")
+        self.elector = SimpleNamespace(leading=False, former=Lease())
         self.task: asyncio.Task[None] | None = None
 
     async def start(self) -> "Replica":
@@ -64,14 +65,25 @@ class Replica:
     def page(self) -> str:
         return self.handover.page.replace("PORT", str(self.admin.port))
 
-    def follow(self, page: str) -> None:
+    def follow(self, page: str, acquired: str = "2026-01-01T00:00:00.000000Z") -> None:
         elector: Any = self.elector
-        elector.page = page
-        self.task = asyncio.create_task(self.handover.run(elector))
+        elector.former = Lease("other", acquired=acquired, page=page)
+        self.task = self.task or asyncio.create_task(self.handover.run(elector))
 
-    def lead(self) -> None:
-        self.elector.leading = True
+    def lead(self, leading: bool = True) -> None:
+        self.elector.leading = leading
         self.handover.changed()
+
+    async def status(self, url: str = "") -> int:
+        """The status of this replica's page, or of another URL."""
+        url = url or f"{self.page}?pool={next(iter(self.states))}"
+        async with ClientSession() as session, session.get(url) as answer:
+            return answer.status
+
+    async def takes_over(self) -> None:
+        async with asyncio.timeout(20):
+            while await self.status() != 200:
+                await asyncio.sleep(0.01)
 
     def serve(self, number: int) -> None:
         fleet = self.pipeline.fleet
@@ -97,6 +109,9 @@ async def until(condition: Callable[[], bool]) -> None:
 @pytest.fixture(params=["", "team-a/llama"], ids=["one pool", "several"])
 async def two(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[tuple[Replica, Replica]]:
     leader, standby = [await Replica(tmp_path, name, request.param).start() for name in ("a.state", "b.state")]
+    leader.follow("", acquired="")
+    leader.lead()
+    await leader.takes_over()
     yield leader, standby
     for replica in (leader, standby):
         await replica.end()
@@ -136,16 +151,41 @@ async def test_a_leader_that_cannot_be_reached_tells_nothing(two: tuple[Replica,
 
 async def test_only_who_knows_the_path_reads_the_page(two: tuple[Replica, Replica]) -> None:
     leader, _ = two
-    await leader.file.write()
-    async with ClientSession() as session:
-        for url, status in (
-            (f"{leader.page}?pool={next(iter(leader.states))}", 200),
-            (leader.page + "?pool=other", 404),
-            (leader.page[:-1], 401),
-            (leader.page.rpartition("/")[0], 401),
-        ):
-            async with session.get(url) as answer:
-                assert answer.status == status, url
+    assert await leader.status(leader.page + "?pool=other") == 404
+    assert await leader.status(leader.page[:-1]) == 401
+    assert await leader.status(leader.page.rpartition("/")[0]) == 401
+
+
+async def test_a_leader_that_pauses_keeps_what_it_knows(two: tuple[Replica, Replica]) -> None:
+    former, leader = two
+    former.serve(1)
+    await former.handover.prepare()
+    leader.follow(former.page)
+    leader.lead()
+    await until(lambda: leader.knows(1))
+    leader.serve(2)
+    leader.lead(False)
+    await asyncio.sleep(0.5)
+    leader.lead()
+    await asyncio.sleep(0.5)
+    assert leader.knows(2), "nobody else led meanwhile"
+
+
+async def test_a_standby_tells_only_what_it_has_taken_over(two: tuple[Replica, Replica]) -> None:
+    leader, standby = two
+    leader.serve(1)
+    await leader.handover.prepare()
+    await standby.file.write()
+    assert await standby.status() == 404
+    standby.follow(leader.page)
+    standby.lead()
+    await standby.takes_over()
+    leader.lead(False)
+    leader.follow(standby.page)
+    await asyncio.sleep(0.5)
+    leader.lead()
+    await asyncio.sleep(0.5)
+    assert leader.knows(1)
 
 
 @pytest.mark.parametrize(
