@@ -40,7 +40,7 @@ from fairlead.core.cost import Terms, Weights, cost, memory_wait, shortage, weig
 from fairlead.core.errors import PLUGIN_FAILURES, REST_S, PluginError, described, hung, rests_until
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Waiting
-from fairlead.core.policy import HIGHEST, Context, CostPolicy, Cycle, Notify, Policy, checked_column, guarded, own
+from fairlead.core.policy import HIGHEST, Context, CostPolicy, Cycle, Notification, Policy, checked_column, guarded, own
 from fairlead.core.profile import Profile
 from fairlead.core.records import ABLE, FLOW_CONTROL, Trace
 from fairlead.core.request import Request
@@ -63,7 +63,7 @@ class Bound(Struct, frozen=True):
     trace: Trace | None = None
     #: As in `Picked`.
     by: str = ""
-    notify: Notify | None = None
+    notify: Notification | None = None
 
 
 def memory_ms(terms: Terms, fleet: Fleet) -> FloatColumn:
@@ -145,7 +145,7 @@ class WaitingRules:
     def __call__(self, request: Request, fleet: FleetView, now: float) -> BoolColumn | None:
         return self._chain.able(request, fleet, Context(now, self._rng))
 
-    def notifier(self, request: Request, now: float) -> Notify | None:
+    def notifier(self, request: Request, now: float) -> Notification | None:
         """Return what tells the policy's plugins where the request goes; `None` = none wants to know."""
         return self._chain.notifier(Cycle(Context(now, self._rng, trace=False)))
 

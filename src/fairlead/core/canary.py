@@ -18,7 +18,7 @@ from zlib import crc32
 from fairlead.core.binding import Pairs, WaitingRules
 from fairlead.core.columns import BoolColumn, FloatColumn
 from fairlead.core.errors import PLUGIN_FAILURES, PluginError, hung, of_plugin
-from fairlead.core.policy import Answer, Context, Notify, Policy, choose_or_raise
+from fairlead.core.policy import Answer, Context, Notification, Policy, choose_or_raise
 from fairlead.core.remote import AsksElsewhere, RemotePolicy
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
@@ -95,7 +95,7 @@ class CanaryRules(WaitingRules):
     def __call__(self, request: Request, fleet: FleetView, now: float) -> BoolColumn | None:
         return (self._own_rules if self._canary.takes(request) else self._primary)(request, fleet, now)
 
-    def notifier(self, request: Request, now: float) -> Notify | None:
+    def notifier(self, request: Request, now: float) -> Notification | None:
         return (self._own_rules if self.by(request) else self._primary).notifier(request, now)
 
     def by(self, request: Request) -> str:

@@ -107,8 +107,20 @@ def _shared(ask: Callable[[Request], FloatColumn | None], request: Request) -> F
     return None if column is None else read_only(column)
 
 
-#: Tells the plugins that remember picks (`PickObserver`) where a request goes.
-Notify = Callable[[Request, int, FleetView], None]
+class Notification(Struct, frozen=True):
+    """Tells the plugins of a profile that remember picks (`PickObserver`) where a request goes."""
+
+    observers: "Sequence[tuple[str, PickObserver]]"
+    cycle: Cycle
+    #: Receives the names of plugins that fail, and their errors.
+    failed: Callable[[str, BaseException], None]
+
+    def __call__(self, request: Request, slot: int, fleet: FleetView) -> None:
+        for name, observer in self.observers:
+            try:
+                observer.chosen(request, slot, fleet, self.cycle)
+            except PLUGIN_FAILURES as error:
+                self.failed(name, error)
 
 
 class Picked(Struct):
@@ -135,7 +147,7 @@ class Picked(Struct):
     handover_ms: float = -1.0
     #: Set by profiles, and called when the request is sent; `None` = no plugin wants to know. A policy that changes the
     #: pick of a profile passes it on.
-    notify: Notify | None = None
+    notify: Notification | None = None
 
 
 class Refused(Struct):
@@ -170,6 +182,8 @@ def checked(answer: Any, fleet: FleetView) -> Answer:
             raise ValueError(f"slot {slot} has no endpoint")
     if not isinstance(answer.overloaded, bool | np.bool_):
         raise TypeError(f"overloaded is {type(answer.overloaded).__name__}, expected bool")
+    if not isinstance(answer.notify, Notification | None):
+        raise TypeError(f"notify is {type(answer.notify).__name__}, expected that of a profile's pick")
     numbers = (answer.hit_share, answer.best_share, answer.handover_ms)
     if not all(map(isfinite, numbers)):
         raise ValueError("hit_share, best_share and handover_ms must be finite")
@@ -185,7 +199,7 @@ def checked(answer: Any, fleet: FleetView) -> Answer:
         slots[2],
         alternatives,
         handover_ms,
-        answer.notify if callable(answer.notify) else None,
+        answer.notify,
     )
 
 

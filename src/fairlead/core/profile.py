@@ -13,7 +13,6 @@ minus the sum of their absolute weights, its score the share of that sum that it
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import inf
 
 import numpy as np
@@ -31,7 +30,7 @@ from fairlead.core.policy import (
     Filter,
     GuardedObserver,
     Key,
-    Notify,
+    Notification,
     Picked,
     Picker,
     PickObserver,
@@ -265,16 +264,9 @@ class Profile:
             slot, overloaded=overloaded, hit_share=float(share[slot]), best_share=best, trace=trace, notify=notify
         )
 
-    def notifier(self, cycle: Cycle) -> Notify | None:
-        """Return what tells the plugins that remember picks (`PickObserver`); `None` = there are none."""
-        return partial(self._notify, cycle) if self._observers else None
-
-    def _notify(self, cycle: Cycle, request: Request, slot: int, fleet: FleetView) -> None:
-        for name, observer in self._observers:
-            try:
-                observer.chosen(request, slot, fleet, cycle)
-            except PLUGIN_FAILURES as error:
-                self._failed(name, error)
+    def notifier(self, cycle: Cycle) -> Notification | None:
+        """Return what tells the plugins that remember picks; `None` = there are none."""
+        return Notification(self._observers, cycle, self._failed) if self._observers else None
 
     def _refusal(self, culprit: Filter, request: Request, fleet: FleetView, cycle: Cycle) -> Refused | None:
         try:

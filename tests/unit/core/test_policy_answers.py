@@ -87,6 +87,7 @@ WRONG: list[tuple[Any, str]] = [
     (Picked(0, by="\ud800"), "surrogates not allowed"),
     (Picked(0, overloaded="no"), "overloaded is str, expected bool"),  # type: ignore[arg-type]
     (Picked(0, hit_share=float("nan")), "must be finite"),
+    (Picked(0, notify=lambda *given: None), "notify is function, expected that of a profile's pick"),  # type: ignore[arg-type]
     (Picked(0, trace="because"), "trace is str, expected Trace"),  # type: ignore[arg-type]
     (Picked(0, trace=Trace(("e0",), total=np.zeros(3))), "total of the trace is float64 of shape (3,)"),
     (Refused(5), "reason is int, expected str"),  # type: ignore[arg-type]
