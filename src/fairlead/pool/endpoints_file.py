@@ -68,12 +68,10 @@ def preferred(addresses: Sequence[str]) -> str:
 
 def _has_route(address: str) -> bool:
     """Whether this machine knows a way to an IPv4 address. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))
-        except OSError:
-            return False
-    return True
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
+        return True
+    return False
 
 
 class EndpointSet:
