@@ -23,6 +23,7 @@ from fairlead.server.observe.component_metrics import (
     show_replicas,
     show_spans,
     show_state,
+    show_unheard,
     show_warming,
 )
 from fairlead.server.observe.exposition import Registry, View
@@ -125,6 +126,7 @@ def scheduler_registry() -> Registry:
     GatewayMetrics(registry, None, 1, lambda: 0.0)
     show_replicas(registry, None)
     show_spans(registry, lambda: 0)
+    show_unheard(registry, dict)
     show_budget(registry, ByteBudget(1, lambda: 0.0))
     return registry
 

@@ -30,6 +30,7 @@ class Pool {
   endpoints = new Map(); // slot → endpoint
   queuedTokens = new Map(); // slot → prompt tokens still to be computed
   charged = []; // own picks that these figures do not include yet
+  failing = new Set(); // ids of endpoints whose last answer was an error
 
   learn(state) {
     if (state.full) {
@@ -49,6 +50,13 @@ class Pool {
     this.charged = this.charged.filter((one) => one.batch > settled);
   }
 
+  hear(outcomes) {
+    for (const { endpoint, status } of outcomes) {
+      if (status >= 500) this.failing.add(endpoint);
+      else this.failing.delete(endpoint);
+    }
+  }
+
   pick(batch, request) {
     const hits = new Map();
     (request.hitSlots ?? []).forEach((slot, i) => hits.set(slot, request.hitShares[i]));
@@ -61,6 +69,7 @@ class Pool {
       const own = prompt * (1 - (hits.get(slot) ?? 0));
       let tokens = (this.queuedTokens.get(slot) ?? 0) + own;
       for (const one of this.charged) if (one.slot === slot) tokens += one.tokens;
+      if (this.failing.has(endpoint.id)) tokens += 10000;
       if (best === null || tokens < best.tokens) best = { slot, endpoint, tokens, own };
     }
     if (best === null) return { request: request.id, outcome: "OUTCOME_PASSED" };
@@ -80,9 +89,10 @@ function schedule(call) {
     }
     if (!greeted) {
       greeted = true;
-      call.write({ welcome: { version: 1, scheduler: "scheduler-node", policy: "least-work" } });
+      call.write({ welcome: { version: 1, scheduler: "scheduler-node", policy: "least-work", wantsOutcomes: true } });
     }
     if (ask.state) pool.learn(ask.state);
+    if (ask.ended) pool.hear(ask.ended);
     if (ask.batch) {
       const number = ask.batch.number ?? 0;
       const picks = (ask.batch.requests ?? []).map((request) => pool.pick(number, request));

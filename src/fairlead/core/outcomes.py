@@ -20,9 +20,9 @@ class OutcomeObservers:
     def __init__(self, policy: Policy, report: Callable[[PluginError], None] | None) -> None:
         observers = dict[int, tuple[Guard, OutcomeObserver]]()
         for part in _parts(policy):
-            guard, plugin = (part, part.plugin) if isinstance(part, Guard) else (Guard(part.name), part)
+            plugin = part.plugin if isinstance(part, Guard) else part
             if isinstance(plugin, OutcomeObserver):
-                observers[id(plugin)] = guard, plugin
+                observers[id(plugin)] = part if isinstance(part, Guard) else Guard(part.name), plugin
         self._observers, self._report = tuple(observers.values()), report
 
     def __bool__(self) -> bool:
@@ -35,12 +35,13 @@ class OutcomeObservers:
             instructions = handler(*given)
             for instruction in instructions:
                 if isinstance(instruction, OutcomeRecord):
-                    self._tell(instruction, clock.time())
+                    self.tell(instruction, clock.time())
             return instructions
 
         return handled
 
-    def _tell(self, outcome: OutcomeRecord, now: float) -> None:
+    def tell(self, outcome: OutcomeRecord, now: float) -> None:
+        """Tell them of one outcome. Never raises."""
         for guard, observer in self._observers:
             if guard.rests(now):
                 continue

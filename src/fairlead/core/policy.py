@@ -389,8 +389,11 @@ class OutcomeObserver(Protocol):
     """A policy, filter, scorer or picker that learns from how requests ended.
 
     `ended` is called once for each request that was sent to an endpoint, whoever had chosen it: when it has been
-    answered, was cut short or given up. In the outcome, -1 = unknown: few answers report their cached tokens. Policies
-    on trial as shadows and those in another process are not called.
+    answered, was cut short or given up. In the outcome, -1 = unknown: few answers report their cached tokens.
+
+    A shadow and a scheduler in another process hear of it up to half a second later, and of nothing while they are too
+    slow. A shadow's requests were sent by another policy: an outcome says how `outcome.endpoint` did, never what the
+    shadow's own choice would have done.
     """
 
     def ended(self, outcome: OutcomeRecord) -> None: ...

@@ -2,7 +2,7 @@
 
 Rules
 * The event loop hands cases over and takes verdicts back; it never waits. A case is skipped and counted while
-  `MAX_WAITING` cases wait, or after the shadows have used more CPU than the budget.
+  `MAX_WAITING` cases wait, or after the shadows have used more CPU than the budget. Outcomes wait in the same queue.
 * A shadow that does not return within the limit is cut off: an exception ends its thread at the next line of Python
   that it runs, and a new thread continues without that shadow. A shadow that took longer than the limit, or failed
   `MAX_FAILURES` times in a row, is cut off as well. It stays cut off until the configuration changes.
@@ -18,14 +18,16 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from fairlead.core.errors import EndsThread
-from fairlead.core.records import ShadowCase, ShadowRecord, ShadowVerdict
+from fairlead.core.errors import EndsThread, PluginError
+from fairlead.core.outcomes import OutcomeObservers
+from fairlead.core.records import OutcomeRecord, ShadowCase, ShadowRecord, ShadowVerdict
 from fairlead.core.shadow import Bench
 
 MAX_WAITING = 64
@@ -45,13 +47,16 @@ class RunnerStats(Struct):
     #: Skipped cases: too many were waiting, or the CPU budget was used up.
     crowded: int = 0
     over_budget: int = 0
+    #: Outcomes that were left out for these reasons.
+    unheard: int = 0
     cpu_s: float = 0.0
     #: Shadow → why it is cut off.
     cut: dict[str, str] = field(default_factory=dict)
 
 
 class ShadowRunner:
-    """`policies` by name; `make_bench` makes one per thread. `judged` is called on the event loop with each record."""
+    """`policies` by name; `make_bench` makes one per thread. `judged` is called on the event loop with each record,
+    `report` with the errors of policies that learn from outcomes."""
 
     def __init__(
         self,
@@ -59,6 +64,7 @@ class ShadowRunner:
         make_bench: Callable[[], Bench],
         judged: Callable[[ShadowRecord], None],
         cut: Callable[[str, str], None] = lambda shadow, why: None,
+        report: Callable[[PluginError], object] = lambda error: None,
         *,
         cpu: float = 0.2,
         limit: float = 0.1,
@@ -70,7 +76,9 @@ class ShadowRunner:
         self._cut = cut
         self._cpu, self._limit = cpu, limit
         self._loop = asyncio.get_running_loop()
-        self._cases: deque[ShadowCase] = deque()
+        listeners = {name: OutcomeObservers(policy, self._reported(report)) for name, policy in policies.items()}
+        self._listeners = {name: observers for name, observers in listeners.items() if observers}
+        self._cases: deque[ShadowCase | Sequence[OutcomeRecord]] = deque()
         self._failures: dict[str, int] = {}
         self._thread: _Worker | None = None
         self._watch: asyncio.TimerHandle | None = None
@@ -99,15 +107,36 @@ class ShadowRunner:
             return
         if len(self._cases) >= MAX_WAITING:
             self.stats.crowded += 1
-        elif self.stats.cpu_s > _BURST + self._cpu * (self._loop.time() - self._began):
+        elif self._over_budget():
             self.stats.over_budget += 1
         else:
             self._cases.append(case)
             self._work()
 
+    def hear(self, outcomes: Sequence[OutcomeRecord]) -> None:
+        """Queue outcomes for the shadows that learn from them, unless a limit is reached."""
+        if not self._listeners:
+            return
+        if len(self._cases) >= MAX_WAITING or self._over_budget():
+            self.stats.unheard += len(outcomes)
+        else:
+            self._cases.append(outcomes)
+            self._work()
+
+    def _over_budget(self) -> bool:
+        return self.stats.cpu_s > _BURST + self._cpu * (self._loop.time() - self._began)
+
+    def _reported(self, report: Callable[[PluginError], object]) -> Callable[[PluginError], None]:
+        def tell(error: PluginError) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(report, error)
+
+        return tell
+
     def _work(self) -> None:
         if self._thread is None:
-            self._thread = _Worker(self._make_bench(), dict(self._policies), self._cases, self._loop, self._done)
+            made = self._make_bench(), dict(self._policies), dict(self._listeners), self._cases
+            self._thread = _Worker(*made, self._loop, self._done, self._used)
         self._thread.wake()
         if self._watch is None:
             self._look_in(self._limit)
@@ -128,6 +157,9 @@ class ShadowRunner:
             elif self._failures[name] >= MAX_FAILURES:
                 self._cut_off(name, f"failed {MAX_FAILURES} times in a row: {verdict.error}")
         self._judged(record)
+
+    def _used(self, cpu_s: float) -> None:
+        self.stats.cpu_s += cpu_s
 
     def _look_in(self, delay: float) -> None:
         self._due = time.monotonic() + delay
@@ -159,6 +191,7 @@ class ShadowRunner:
     def _cut_off(self, name: str, why: str) -> None:
         if self._policies.pop(name, None) is None:
             return
+        self._listeners.pop(name, None)
         self.stats.cut[name] = why
         if self._thread is not None:
             self._thread.drop(name)
@@ -166,14 +199,17 @@ class ShadowRunner:
 
 
 class _Worker(Struct, eq=False):
-    """A thread and its bench. `done` is called on the event loop with each record and its seconds of CPU."""
+    """A thread and its bench. `done` is called on the event loop with each record and its seconds of CPU, `used` with
+    those of learning from outcomes."""
 
     bench: Bench
     policies: dict[str, Any]
-    cases: deque[ShadowCase]
+    listeners: dict[str, OutcomeObservers]
+    cases: deque[ShadowCase | Sequence[OutcomeRecord]]
     loop: asyncio.AbstractEventLoop
     done: Callable[["_Worker", ShadowRecord, float], None]
-    #: (shadow, monotonic seconds when it was asked) while a shadow decides.
+    used: Callable[[float], None]
+    #: (shadow, monotonic seconds when it was asked) while a shadow decides or learns.
     doing: tuple[str, float] | None = None
     wanted: threading.Event = field(default_factory=threading.Event)
     stopped: bool = False
@@ -199,6 +235,7 @@ class _Worker(Struct, eq=False):
 
     def drop(self, name: str) -> None:
         self.policies.pop(name, None)
+        self.listeners.pop(name, None)
 
     def _run(self) -> None:
         self.ident = threading.get_ident()
@@ -207,7 +244,11 @@ class _Worker(Struct, eq=False):
                 self.wanted.wait()
                 self.wanted.clear()
                 while self.cases and not self.stopped:
-                    self._judge(self.cases.popleft())
+                    case = self.cases.popleft()
+                    if isinstance(case, ShadowCase):
+                        self._judge(case)
+                    else:
+                        self._tell(case)
         except EndsThread:
             return
 
@@ -220,9 +261,25 @@ class _Worker(Struct, eq=False):
         except Exception as error:  # even an error of the bench must not end the thread
             failed = ShadowVerdict("reference", error=f"{type(error).__name__}: {error}"[:200])
             record = ShadowRecord(case.request.id, case.snapshot.at, case.endpoint, verdicts=(failed,))
+        self._call(self.done, self, record, time.thread_time() - before)
+
+    def _tell(self, outcomes: Sequence[OutcomeRecord]) -> None:
+        before = time.thread_time()
+        for name, listeners in list(self.listeners.items()):
+            for outcome in outcomes:
+                self.doing = (name, time.monotonic())
+                try:
+                    listeners.tell(outcome, outcome.at)
+                finally:
+                    self.doing = None
+            time.sleep(0)
+        self._call(self.used, time.thread_time() - before)
+
+    def _call(self, call: Callable[..., None], *given: Any) -> None:
+        """Call it on the event loop."""
         if not self.stopped:
             try:
-                self.loop.call_soon_threadsafe(self.done, self, record, time.thread_time() - before)
+                self.loop.call_soon_threadsafe(call, *given)
             except RuntimeError:
                 self.stopped = True  # the loop is closed
 

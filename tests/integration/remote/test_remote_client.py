@@ -15,6 +15,7 @@ from fairlead.core.errors import ConfigError
 from fairlead.core.events import Event, Outcome, RemoteDown, RemotePick, RemotePicked, RemoteUp
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import AskRemote
+from fairlead.core.records import OutcomeRecord
 from fairlead.gateway import h2
 from fairlead.gateway.h2_limits import H2Limits
 from fairlead.gateway.h2_server import H2Server
@@ -131,6 +132,30 @@ async def test_it_asks_and_hears_and_sends_together_what_came_together() -> None
         (event,) = ears.of(RemotePicked)
         assert [pick.request_id for pick in event.picks] == [request.id for request in requests]
         assert batches == [7]
+
+
+@pytest.mark.parametrize(("wants", "unread", "heard", "unheard"), [(1, 9**9, 2, 0), (1, -1, 0, 2), (0, 9**9, 0, 0)])
+async def test_outcomes_are_for_those_who_want_them_and_read(
+    monkeypatch: pytest.MonkeyPatch, wants: int, unread: int, heard: int, unheard: int
+) -> None:
+    monkeypatch.setattr(remote_client, "MAX_UNREAD", unread)
+    ends: list[OutcomeRecord] = []
+
+    def reply(stream: Any, message: bytes) -> None:
+        ask = decode_ask(message)
+        ends.extend(ask.ended)
+        if ask.hello is not None:
+            stream.send(encode_answer(Answer(welcome=Welcome(scheduler="test", wants_outcomes=bool(wants)))))
+        else:
+            answering(stream, message)
+
+    async with served(reply) as (address, _), client(address) as (one, ears):
+        one.hear([OutcomeRecord(request=builders.request("early"), at=1.0, endpoint="e1")])
+        await ears.until(lambda: ears.of(RemoteUp))
+        one.hear([OutcomeRecord(request=builders.request(str(i)), at=1.0, endpoint="e1") for i in range(2)])
+        one.ask(question(builders.request("x")))
+        await ears.until(lambda: ears.of(RemotePicked))
+        assert (len(ends), one.unheard) == (heard, unheard)
 
 
 async def test_it_comes_back_on_its_own() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fairlead.core.records import ShadowCase, ShadowRecord, ShadowVerdict, Snapshot
+from fairlead.core.errors import PluginError
+from fairlead.core.records import OutcomeRecord, ShadowCase, ShadowRecord, ShadowVerdict, Snapshot
 from fairlead.core.request import Request
 from fairlead.server import shadow_runner
 from fairlead.server.shadow_runner import MAX_FAILURES, MAX_WAITING, ShadowRunner
@@ -43,8 +44,10 @@ class Rig:
     def __init__(self, policies: dict[str, Any], **options: Any) -> None:
         self.records: list[ShadowRecord] = []
         self.cut: dict[str, str] = {}
+        self.errors: list[PluginError] = []
         options = {"cpu": 1.0, "limit": 30.0, **options}
-        self.runner = ShadowRunner(policies, Bench, self.records.append, self.cut.__setitem__, **options)
+        told = self.records.append, self.cut.__setitem__, self.errors.append
+        self.runner = ShadowRunner(policies, Bench, *told, **options)
 
     async def until(self, ready: Callable[[], object]) -> None:
         async with asyncio.timeout(20):
@@ -260,3 +263,67 @@ async def test_closing_gives_the_switch_interval_back() -> None:
     one.runner.judge(case(2))
     await asyncio.sleep(0.02)
     assert sys.getswitchinterval() == before and one.records == []
+
+
+class Learns:
+    """A policy that hears of outcomes, and ends its call with `error` or not before `free`."""
+
+    name = "learns"
+
+    def __init__(self, error: Exception | None = None, free: threading.Event | None = None) -> None:
+        self.heard: list[str] = []
+        self.threads: set[int] = set()
+        self._error, self._free = error, free
+
+    def __call__(self, case: ShadowCase) -> str:
+        return "e0"
+
+    def ended(self, outcome: OutcomeRecord) -> None:
+        self.heard.append(outcome.endpoint)
+        self.threads.add(threading.get_ident())
+        if self._free is not None:
+            self._free.wait(30)
+        if self._error is not None:
+            raise self._error
+
+
+def ends(*endpoints: str) -> list[OutcomeRecord]:
+    return [OutcomeRecord(request=Request(id=1, arrived=0.0), at=1.0, endpoint=name) for name in endpoints]
+
+
+async def test_shadows_that_learn_hear_of_outcomes_in_their_thread(rig: Callable[..., Rig]) -> None:
+    policy, fails = Learns(), Learns(ValueError("oops"))
+    one = rig({"a": picks, "b": policy, "c": fails})
+    one.runner.hear(ends("e0", "e1"))
+    one.runner.judge(case(1))
+    await one.until(lambda: one.records and one.errors[1:])
+    assert policy.heard == fails.heard == ["e0", "e1"] and threading.get_ident() not in policy.threads
+    assert [verdict.error for verdict in one.records[0].verdicts] == ["", "", ""]
+    assert "oops" in str(one.errors[0]) and not one.cut
+    assert one.runner.stats.judged == 1 and one.runner.stats.unheard == 0
+
+
+async def test_one_that_never_learns_to_return_is_cut_off(rig: Callable[..., Rig]) -> None:
+    free = threading.Event()
+    one = rig({"good": picks, "hangs": Learns(free=free)}, limit=0.05)
+    try:
+        one.runner.hear(ends("e0"))
+        await one.until(lambda: one.cut)
+        assert "did not come back" in one.cut["hangs"]
+        one.runner.hear(ends("e0"))
+        one.runner.judge(case(1))
+        await one.until(lambda: one.records)
+        assert [verdict.shadow for verdict in one.records[0].verdicts] == ["good"]
+    finally:
+        free.set()
+
+
+async def test_outcomes_are_left_out_and_counted_when_it_is_too_much(rig: Callable[..., Rig]) -> None:
+    free = threading.Event()
+    one = rig({"slow": Learns(free=free)})
+    try:
+        for _ in range(MAX_WAITING + 10):
+            one.runner.hear(ends("e0", "e1"))
+        assert 2 * 9 <= one.runner.stats.unheard <= 2 * 10
+    finally:
+        free.set()

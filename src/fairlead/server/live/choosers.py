@@ -6,7 +6,7 @@ Rules
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -16,6 +16,7 @@ from fairlead.config.schema import Config, SchedulerSettings
 from fairlead.core.events import Event
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import AskRemote
+from fairlead.core.records import OutcomeRecord
 from fairlead.server.observe.log import get
 from fairlead.server.remote.client import RemoteClient
 from fairlead.server.remote.stream import check_tls
@@ -37,6 +38,15 @@ class Connections(Struct, eq=False):
         connection = self._open.get(question.remote)
         if connection is not None:
             connection[1].ask(question)
+
+    def hear(self, outcomes: Sequence[OutcomeRecord]) -> None:
+        """Tell all schedulers how requests ended, whoever decided them."""
+        for _, client in self._open.values():
+            client.hear(outcomes)
+
+    def unheard(self) -> dict[str, int]:
+        """The number of outcomes that a scheduler was too slow for, by name."""
+        return {name: client.unheard for name, (_, client) in self._open.items()}
 
     def follow(self, config: Config) -> None:
         """Open connections that are new in `config` and close those that it no longer has. `check_schedulers(config)`

@@ -7,7 +7,7 @@ Rules
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
 import numpy as np
@@ -17,11 +17,12 @@ from fairlead.config.building import able_by, computes_by
 from fairlead.config.plugins import build_policy
 from fairlead.config.schema import Config, SchedulerSettings
 from fairlead.core.columns import FloatColumn
+from fairlead.core.errors import PluginError
 from fairlead.core.events import Event, RemotePicked, ShadowsJudged
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import AskRemote, JudgeShadows
 from fairlead.core.policy import Cycle, Policy
-from fairlead.core.records import ShadowCase, ShadowRecord
+from fairlead.core.records import OutcomeRecord, ShadowCase, ShadowRecord
 from fairlead.core.request import Request
 from fairlead.core.shadow import Bench, Opened
 from fairlead.core.view import FleetView
@@ -42,10 +43,11 @@ _BURST = 0.05
 
 class LiveShadows(Struct, eq=False):
     """Call `follow(config, …)` at the start and after each reload, `close()` at the end. `feed` receives the verdicts
-    as events."""
+    as events, `report` the errors of shadows that learn from outcomes."""
 
     _fleet: Fleet
     _feed: Callable[[Event], None]
+    _report: Callable[[PluginError], object]
     #: The policies that run now. Following the same object again changes nothing.
     _on_trial: Mapping[str, Policy] | None = None
     _runner: ShadowRunner | None = None
@@ -67,6 +69,7 @@ class LiveShadows(Struct, eq=False):
                 lambda: make_bench(config),
                 self._judged,
                 lambda shadow, why: log.error("a shadow was cut off", shadow=shadow, reason=why),
+                self._report,
                 cpu=settings.cpu,
                 limit=settings.limit,
             )
@@ -95,6 +98,18 @@ class LiveShadows(Struct, eq=False):
         loop = asyncio.get_running_loop()
         for remote in self._remotes:
             loop.call_soon(remote.ask, case)
+
+    def hear(self, outcomes: Sequence[OutcomeRecord]) -> None:
+        """Tell the shadows how requests ended. The deciding policy had sent them."""
+        if self._runner is not None:
+            self._runner.hear(outcomes)
+        for remote in self._remotes:
+            remote.hear(outcomes)
+
+    def unheard(self) -> dict[str, int]:
+        """The number of outcomes that shadows were too slow for. Built-in shadows leave out the same ones, as `""`."""
+        counts = {} if self._runner is None else {"": self._runner.stats.unheard}
+        return counts | {remote.name: remote.client.unheard for remote in self._remotes}
 
     def _judged(self, record: ShadowRecord) -> None:
         self._feed(ShadowsJudged((record,)))
@@ -177,6 +192,12 @@ class RemoteShadow:
         self._used += time.perf_counter() - began
         if len(self._open) > _MAX_OPEN:
             self._cut_off(f"{_MAX_OPEN} questions are unanswered")
+
+    def hear(self, outcomes: Sequence[OutcomeRecord]) -> None:
+        if not self.cut:
+            began = time.perf_counter()
+            self.client.hear(outcomes)
+            self._used += time.perf_counter() - began
 
     def _on_event(self, event: Event) -> None:
         if not isinstance(event, RemotePicked):

@@ -373,6 +373,13 @@ class UploadMetrics:
         return ", ".join(f"{client} {size / 1e6:.1f}" for client, size in most)
 
 
+def show_unheard(registry: Registry, unheard: Callable[[], Mapping[str, int]]) -> None:
+    text = (
+        "Outcomes that a scheduler in another process or a shadow was too slow to hear; no name: all built-in shadows."
+    )
+    registry.follow("counter", "fairlead_unheard_outcomes_total", text, unheard, "listener")
+
+
 def show_spans(registry: Registry, dropped: Callable[[], int]) -> None:
     text = "Spans that could not be sent to the collector."
     registry.follow("counter", "fairlead_spans_dropped_total", text, dropped)

@@ -58,10 +58,11 @@ class Watch:
 
     `on_routed` receives the endpoint of each routed request that is not in `awake` at the time. `tracing` receives
     every record immediately. `scrapes`: the scraper's totals. `served` returns the models that endpoints list.
-    `skipped`, `cut`: see `ShadowMetrics`. `objective`: the latencies that the desired number of endpoints is computed
-    for. `counts_log`: whether this process counts what only the gateway's access log shows (requests routed without
-    asking, uploads that it ended); of several workers, which all get the log, only one does. `one_of_several`: the
-    process serves several pools; then all metrics have the pool as a label, and `LivePools` watches the process.
+    `skipped`, `cut`: see `ShadowMetrics`. `hear` receives all outcomes, when they are counted. `objective`: the
+    latencies that the desired number of endpoints is computed for. `counts_log`: whether this process counts what only
+    the gateway's access log shows (requests routed without asking, uploads that it ended); of several workers, which
+    all get the log, only one does. `one_of_several`: the process serves several pools; then all metrics have the pool
+    as a label, and `LivePools` watches the process.
 
     Records are counted in batches, decisions before outcomes, or when somebody reads the counts. Counting them one by
     one is slower, because the CPU's caches are cold, and would delay each decision while its request waits. Records
@@ -81,6 +82,7 @@ class Watch:
         served: Callable[[], Iterable[str]] = tuple,
         skipped: Callable[[], Mapping[tuple[str, str], int]] = dict,
         cut: Callable[[], Mapping[str, str]] = dict,
+        hear: Callable[[Sequence[OutcomeRecord]], object] = lambda outcomes: None,
         objective: Objective | None = None,
         counts_log: bool = True,
         one_of_several: bool = False,
@@ -120,6 +122,7 @@ class Watch:
         self._silent: dict[str, str] = {}  # endpoint id → why its load cannot be read
         #: Endpoint id → the worst level of its hang that was logged, and when (clock seconds) its last progress was.
         self._hangs: dict[str, tuple[int, float]] = {}
+        self._hear = hear
         self._on_routed, self._awake, self._tracing, self._scrapes = on_routed, awake, tracing, scrapes
         self.decision_id: DecisionId | None = None  # `None` = our decisions have no ids
         self._peers_load, self.any_role = PeersLoad(), False  # see `watch_roles`
@@ -175,6 +178,7 @@ class Watch:
             self.journal.on_decisions(decisions)
             self._count_prompts(decisions)
         if outcomes:
+            self._hear(outcomes)
             self.newest.extend(outcomes)
             self.metrics.on_outcomes(outcomes)
             self.journal.on_outcomes(outcomes)

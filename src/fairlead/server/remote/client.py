@@ -5,10 +5,11 @@ Rules
 * A scheduler counts as connected once it has sent its welcome. Whenever the stream ends, the client connects again
   after a pause that doubles from 50 ms up to 1 s, until `close`.
 * Invalid answers (malformed, another version, picks before the welcome) end the stream.
+* How requests ended is sent to a scheduler that asked for it. It is left out and counted while the scheduler is slow.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +25,7 @@ from fairlead.core.errors import ConfigError, ProtocolError
 from fairlead.core.events import Event, RemoteDown, RemotePicked, RemoteUp
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import AskRemote
-from fairlead.core.records import Snapshot
+from fairlead.core.records import OutcomeRecord, Snapshot
 from fairlead.core.table import FLOATS
 from fairlead.pool.aio import cancelled
 from fairlead.server.remote.messages import (
@@ -44,7 +45,7 @@ from fairlead.server.remote.messages import (
     decode_answer,
     encode_ask,
 )
-from fairlead.server.remote.stream import MAX_MESSAGE, SchedulerStream, open_channel
+from fairlead.server.remote.stream import MAX_MESSAGE, MAX_PENDING, SchedulerStream, open_channel
 
 if TYPE_CHECKING:
     import grpc.aio
@@ -58,6 +59,8 @@ WELCOME_WITHIN = 5.0
 BYTES_PER_REQUEST, FIRST_BYTES = 4 << 10, 64 << 10
 #: At most this many undecided batches are remembered.
 _UNDECIDED_BATCHES = 4096
+#: Outcomes are left out while more bytes wait until the scheduler reads.
+MAX_UNREAD = MAX_PENDING // 64
 
 
 class _Undecided(Struct):
@@ -86,6 +89,8 @@ class RemoteClient:
         self.welcome: Welcome | None = None
         #: How many welcomes have been received.
         self.connections = 0
+        #: How many outcomes it did not hear, because it was too slow.
+        self.unheard = 0
         self._fleet = fleet
         self._feed = feed
         self._report = report
@@ -131,6 +136,16 @@ class RemoteClient:
             return False
         self._send([instruction], fleet, self._loop.time(), snapshot)
         return True
+
+    def hear(self, outcomes: Sequence[OutcomeRecord]) -> None:
+        """Send how requests ended, if the scheduler wants to know and reads fast enough."""
+        stream = self._stream
+        if stream is None or self.welcome is None or not self.welcome.wants_outcomes:
+            return
+        if stream.unread > MAX_UNREAD:
+            self.unheard += len(outcomes)
+        else:
+            stream.send(encode_ask(Ask(ended=outcomes)))
 
     # ---- the connection ----
 

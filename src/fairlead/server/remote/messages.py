@@ -4,7 +4,7 @@ The contract is `proto/fairlead/scheduler/v1/scheduler.proto`. Columns are sent 
 """
 
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fairlead.core.errors import ProtocolError
 from fairlead.core.events import RemotePick
+from fairlead.core.records import OutcomeRecord
 from fairlead.core.request import Request
 from fairlead.gateway.protobuf import field as protobuf_field
 from fairlead.gateway.protobuf import fields, read_varint, varint
@@ -123,6 +124,7 @@ class Ask(Struct, kw_only=True):
     hello: Hello | None = None
     state: State | None = None
     batch: Batch | None = None
+    ended: Sequence[OutcomeRecord] = ()
 
 
 class Welcome(Struct, frozen=True, kw_only=True):
@@ -130,6 +132,7 @@ class Welcome(Struct, frozen=True, kw_only=True):
     scheduler: str = ""
     policy: str = ""
     wants_forecasts: bool = False
+    wants_outcomes: bool = False
 
 
 class Picks(Struct, frozen=True, kw_only=True):
@@ -303,6 +306,7 @@ _INTEGER32 = Form(integer, partial(read_integer, highest=_UINT32))
 _SLOT = Form(integer, partial(read_integer, highest=MAX_SLOT))
 #: A count; larger values than the field can hold become its largest value.
 _COUNT = Form(lambda number, value: integer(number, min(value, _UINT32)), _INTEGER.read)
+_SEQUENCES = Form(lambda number, value: integer(number, value) if value > 1 else b"", _COUNT.read)
 _BOOL = Form(integer, lambda data, part, _: bool(read_integer(data, part)))
 _DOUBLES = Form(doubles, read_doubles)
 _SLOTS = Form(lambda number, value: slots(number, value.tolist()), read_slots)
@@ -396,6 +400,7 @@ def _forecast(**columns: Floats) -> Forecast:
 
 def _asked(**values: Any) -> Asked:
     about = {name: values.pop(name) for name in _OF_ASKED if name in values}
+    values["sequences"] = values.get("sequences") or 1
     asked = Asked(request=Request(**{"id": 0, "api": "", "arrived": 0.0, **values}), **about)
     if len(asked.hit_slots) != len(asked.hit_shares):
         raise ProtocolError("hit_slots and hit_shares are not parallel")
@@ -416,9 +421,12 @@ _OF_ASKED: dict[str, Form] = {
 }  # fmt: skip
 _REQUEST = Message(
     _asked,
-    attrgetter(*(f"request.{name}".replace(".model", ".target_model") for name in _OF_REQUEST), *_OF_ASKED),
+    attrgetter(
+        *(f"request.{name}".replace(".model", ".target_model") for name in _OF_REQUEST), *_OF_ASKED, "request.sequences"
+    ),
     **_OF_REQUEST,
     **_OF_ASKED,
+    sequences=_SEQUENCES,
 )
 
 
@@ -428,7 +436,32 @@ def _batch(now: float = 0.0, requests: Iterable[Asked] = (), **values: int) -> B
 
 
 _BATCH = Message(_batch, number=_INTEGER, now=_REAL, requests=_inner_list(_REQUEST))
-_ASK = Message(Ask, hello=_inner(_HELLO), state=_inner(_STATE), batch=_inner(_BATCH))
+
+_OF_ENDED: dict[str, Form] = {
+    "endpoint": _TEXT, "status": _INTEGER32, "cause": _TEXT, "at": _REAL, "ttft_ms": _REAL, "duration_ms": _REAL,
+    "queued_ms": _REAL, "response_bytes": _SIGNED, "prompt_tokens": _SIGNED, "completion_tokens": _SIGNED,
+    "cached_tokens": _SIGNED, "hit_tokens": _INTEGER, "unreached": _TEXT,
+}  # fmt: skip
+#: Values of fields that are left out, where a record has others.
+_NOTHING: dict[str, Any] = {
+    "endpoint": "", "cause": "", "at": 0.0, "ttft_ms": 0.0, "duration_ms": 0.0, "response_bytes": 0, "prompt_tokens": 0,
+    "completion_tokens": 0, "cached_tokens": 0,
+}  # fmt: skip
+_VALUES_OF_ENDED = attrgetter(*_OF_ENDED)
+
+
+def _ended(request: Asked | None = None, **values: Any) -> OutcomeRecord:
+    values = _NOTHING | values
+    arrived = values["at"] - max(values["duration_ms"], 0.0) / 1e3
+    return OutcomeRecord(request=replace((request or _asked()).request, arrived=arrived), **values)
+
+
+def _parts_of_ended(outcome: OutcomeRecord) -> Iterable[Any]:
+    return Asked(request=outcome.request), *_VALUES_OF_ENDED(outcome)
+
+
+_ENDED = Message(_ended, _parts_of_ended, request=_inner(_REQUEST), **_OF_ENDED)
+_ASK = Message(Ask, hello=_inner(_HELLO), state=_inner(_STATE), batch=_inner(_BATCH), ended=_inner_list(_ENDED))
 #: `decode_ask` raises `ProtocolError`.
 encode_ask, decode_ask = _ASK.encode, _ASK.decode
 
@@ -456,7 +489,7 @@ def _read_picks(data: bytes, part: Part, before: Picks | None) -> Picks:
 
 _WELCOME = Message(
     lambda version=0, **values: Welcome(version=version, **values),
-    version=_INTEGER32, scheduler=_TEXT, policy=_TEXT, wants_forecasts=_BOOL,
+    version=_INTEGER32, scheduler=_TEXT, policy=_TEXT, wants_forecasts=_BOOL, wants_outcomes=_BOOL,
 )  # fmt: skip
 _ALTERNATIVE = Message(lambda name="", score=0.0: (name, score), lambda pair: pair, name=_TEXT, score=_REAL)
 _PICK = Message(

@@ -46,6 +46,11 @@ class SchedulerStream:
         self._writer: asyncio.Task[None] | None = None
         self._reader = asyncio.create_task(self._read(), name="scheduler stream")
 
+    @property
+    def unread(self) -> int:
+        """How many bytes wait until the scheduler reads."""
+        return self._pending_bytes
+
     def send(self, message: bytes) -> None:
         """Queue one message. Ignored after the end."""
         if self._ended:

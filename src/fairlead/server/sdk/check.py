@@ -16,6 +16,7 @@ from msgspec import Struct
 from fairlead.config.schema import SchedulerTls
 from fairlead.core.errors import ConfigError, FairleadError, ProtocolError
 from fairlead.core.events import Outcome, RemotePick
+from fairlead.core.records import OutcomeRecord
 from fairlead.core.request import Request
 from fairlead.gateway.protobuf import field
 from fairlead.server.remote.messages import (
@@ -293,6 +294,19 @@ class Checker:
         say.send_bytes(asked + unknown)
         _all_allowed(await say.picks([7]), _names(2))
 
+    async def _outcomes(self, say: Dialogue) -> str | None:
+        """if it asks for outcomes, goes on after those of requests and endpoints that it does not know"""
+        welcome = (await say.greet(_pool(2))).welcome
+        assert welcome is not None
+        if not welcome.wants_outcomes:
+            return "does not ask for them"
+        (number,) = _ask(say, 2)
+        await say.picks([number])
+        ends = [OutcomeRecord(request=Request(id=id, arrived=0.0), at=1000.0, endpoint="gone") for id in (number, 999)]
+        say.send(Ask(ended=[*ends, OutcomeRecord(request=ends[0].request, at=1001.0, endpoint="e0", status=503)]))
+        _all_allowed(await say.picks(_ask(say, 2, 4)), _names(2))
+        return None
+
     async def _odd_requests(self, say: Dialogue) -> None:
         """answers odd requests: the whole prompt cached, endpoints that were never scraped or have huge queues"""
         endpoints = _pool(2)
@@ -355,8 +369,8 @@ Check = Callable[[Checker, Dialogue], Awaitable[str | None]]
 CHECKS: tuple[Check, ...] = (
     Checker._welcomes, Checker._picks, Checker._every_request_once, Checker._decides, Checker._batches_in_flight,
     Checker._candidates, Checker._empty_pool, Checker._departures, Checker._slots_are_reused, Checker._labels_change,
-    Checker._unknown_fields, Checker._odd_requests, Checker._large_pool, Checker._streams_are_apart,
-    Checker._hello_first, Checker._survives_garbage, Checker._in_time,
+    Checker._unknown_fields, Checker._outcomes, Checker._odd_requests, Checker._large_pool,
+    Checker._streams_are_apart, Checker._hello_first, Checker._survives_garbage, Checker._in_time,
 )  # fmt: skip
 
 

@@ -17,10 +17,11 @@ from fairlead.compat.load import load
 from fairlead.config.plugins import build_policy, make
 from fairlead.config.registry import Registry, declared
 from fairlead.core.endpoint import Endpoint
-from fairlead.core.errors import PLUGIN_FAILURES, ConfigError, ProtocolError, cannot_listen
+from fairlead.core.errors import PLUGIN_FAILURES, ConfigError, PluginError, ProtocolError, cannot_listen
 from fairlead.core.events import Outcome, RemotePick
 from fairlead.core.mirror import MirrorFleet
-from fairlead.core.policy import Context, Picked, Policy, Refused, choose_or_raise, notified
+from fairlead.core.outcomes import OutcomeObservers
+from fairlead.core.policy import Context, OutcomeObserver, Picked, Policy, Refused, choose_or_raise, notified
 from fairlead.core.profile import in_order, runner_up
 from fairlead.core.request import Request
 from fairlead.gateway.grpc_frames import Status
@@ -46,7 +47,7 @@ from fairlead.server.remote.messages import (
     encode_answer,
 )
 from fairlead.server.remote.stream import UNIX
-from fairlead.server.sdk.simple import PASSED, Scheduler, SimplePolicy
+from fairlead.server.sdk.simple import PASSED, LearningPolicy, Scheduler, SimplePolicy
 
 
 class SchedulerServer:
@@ -95,7 +96,7 @@ log = logging.getLogger(__name__)
 
 
 class SchedulerStats(Struct):
-    """Counts over all streams of a server. `failures`: requests for which the policy raised."""
+    """Counts over all streams of a server. `failures`: requests, and outcomes, for which the policy raised."""
 
     streams: int = 0
     batches: int = 0
@@ -112,6 +113,7 @@ class Session:
         self._stream = stream
         self._policy = make()
         self._stats = stats
+        self._observers = OutcomeObservers(self._policy, self._failed)
         self._fleet = MirrorFleet()
         self._rng = Random()
         self._greeted = False
@@ -138,12 +140,15 @@ class Session:
                 raise ProtocolError("the first message has no hello with a version")
             self._greeted = True
             self._alternatives = min(max(ask.hello.max_endpoints - 1, 1), MAX_ALTERNATIVES)
-            welcome = Welcome(scheduler=f"fairlead {__version__}", policy=self._policy.name)
+            name, wants = self._policy.name, bool(self._observers)
+            welcome = Welcome(scheduler=f"fairlead {__version__}", policy=name, wants_outcomes=wants)
             self._stream.send(encode_answer(Answer(welcome=welcome)))
         elif ask.hello is not None:
             raise ProtocolError("a second hello")
         if ask.state is not None:
             self._learn(ask.state)
+        for outcome in ask.ended:
+            self._observers.tell(outcome, outcome.at)
         if ask.batch is not None:
             self._decide(ask.batch)
 
@@ -192,6 +197,10 @@ class Session:
             self._stats.failures += 1
             log.exception("policy %s failed; the gateway's own policy decides", self._policy.name)
             return RemotePick(request.id, Outcome.PASSED)
+
+    def _failed(self, error: PluginError) -> None:
+        self._stats.failures += 1
+        log.error("a policy could not learn from an outcome: %s", error)
 
     def _allowed(self, candidates: Slots, prefills: Slots | None) -> frozenset[str]:
         """Return the addresses of the candidates. They write the answer. Who only prefills is none of them, and a
@@ -280,6 +289,8 @@ def _as_policy(member: Any, name: str) -> Policy:
         return member
     if isinstance(member, _Chooses):
         raise ConfigError(f"{name} has the method choose, but no name")
+    if isinstance(member, Scheduler) and isinstance(member, OutcomeObserver):
+        return LearningPolicy(member, member, name)
     if isinstance(member, Scheduler):
         return SimplePolicy(member.pick, name)
     if callable(member):

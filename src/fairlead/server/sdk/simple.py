@@ -7,7 +7,7 @@ import numpy as np
 from msgspec import Struct
 
 from fairlead.core.cost import cost
-from fairlead.core.policy import Answer, Context, Picked, Refused
+from fairlead.core.policy import Answer, Context, OutcomeObserver, Picked, Refused
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
 
@@ -73,6 +73,14 @@ class SimplePolicy:
             raise ValueError(f"pick returned {names[0]!r}, which is not an endpoint")
         alternatives = tuple(alternative for alternative in behind if alternative not in (slot, None))
         return Picked(slot, fallback_slot=alternatives[0] if alternatives else -1, alternatives=alternatives)
+
+
+class LearningPolicy(SimplePolicy):
+    """One whose `Scheduler` hears how requests ended."""
+
+    def __init__(self, scheduler: Scheduler, learner: OutcomeObserver, name: str) -> None:
+        super().__init__(scheduler.pick, name)
+        self.ended = learner.ended
 
 
 def views(request: Request, fleet: FleetView, now: float) -> list[EndpointView]:

@@ -11,10 +11,12 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from msgspec.structs import replace
 
 import fairlead
 from fairlead.core.errors import ProtocolError
 from fairlead.core.events import RemotePick
+from fairlead.core.records import OutcomeRecord
 from fairlead.core.request import Request
 from fairlead.server.remote.messages import (
     COLUMNS,
@@ -133,10 +135,28 @@ def test_we_read_what_the_other_side_writes(pb: Any) -> None:
     assert back.batch.requests[1].candidates is not None and back.batch.requests[1].forecast is None
 
 
+def test_outcomes_go_both_ways(pb: Any) -> None:
+    asked = Request(id=7, arrived=8.0, api="chat", model="m", stream=True, prompt_tokens=900, session="s", sequences=4)
+    times = {"ttft_ms": 0.0, "duration_ms": 2000.0, "queued_ms": 3.5}
+    numbers = {"response_bytes": 0, "prompt_tokens": 901, "completion_tokens": 84, "cached_tokens": -1}
+    first = OutcomeRecord(request=asked, at=10.0, endpoint="e", status=200, hit_tokens=3, **times, **numbers)
+    bare = replace(asked, id=8, arrived=11.0, sequences=1)
+    second = OutcomeRecord(request=bare, at=11.0, endpoint="f", cause="stream-lost", unreached="e")
+    theirs = pb.Ask.FromString(encode_ask(Ask(ended=(first, second))))
+    one, other = theirs.ended
+    assert (one.request.id, one.request.sequences, one.endpoint, one.status, one.ttft_ms) == (7, 4, "e", 200, 0.0)
+    assert (one.completion_tokens, one.cached_tokens, one.cause) == (84, -1, "natural")
+    assert (other.request.sequences, other.ttft_ms, other.status, other.unreached) == (0, -1.0, 0, "e")
+    back = decode_ask(theirs.SerializeToString()).ended
+    assert back == [first, second]
+    assert back[0].tpot_ms == first.tpot_ms == 100.0
+    assert decode_ask(pb.Ask(ended=[pb.Ended()]).SerializeToString()).ended[0].completion_tokens == 0
+
+
 def test_answers_go_both_ways(pb: Any) -> None:
     pick = RemotePick(2**64 - 1, 1, "é", -2.5, "why", (("x", 1.0), ("y", 0.0)), "p")
     ours = Answer(
-        welcome=Welcome(scheduler="s", policy="p", wants_forecasts=True),
+        welcome=Welcome(scheduler="s", policy="p", wants_forecasts=True, wants_outcomes=True),
         picks=Picks(batch=3, picks=(pick, RemotePick(5, 2))),
     )
     theirs = pb.Answer.FromString(encode_answer(ours))
@@ -169,7 +189,12 @@ def test_what_cannot_be_meant_is_refused(ask: Ask) -> None:
         decode_ask(encode_ask(ask))
 
 
-SEEDS = [encode_ask(whole_ask()), encode_answer(Answer(picks=Picks(batch=1, picks=(RemotePick(1, 1, "e"),))))]
+ENDED = OutcomeRecord(request=Request(id=1, arrived=0.0), at=1.0, endpoint="e")
+SEEDS = [
+    encode_ask(whole_ask()),
+    encode_ask(Ask(ended=[ENDED])),
+    encode_answer(Answer(picks=Picks(batch=1, picks=(RemotePick(1, 1, "e"),)))),
+]
 
 
 @settings(max_examples=300, deadline=None)

@@ -1,5 +1,6 @@
 """Loading what serves, the short way to write a scheduler, and the session's rules."""
 
+from importlib import import_module
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,6 +13,7 @@ from fairlead.core.endpoint import ROLE_LABEL
 from fairlead.core.errors import ConfigError
 from fairlead.core.events import Outcome
 from fairlead.core.policy import Context, Refused
+from fairlead.core.records import OutcomeRecord
 from fairlead.server.remote.messages import Ask, Asked, Batch, EndpointState, Hello, decode_answer, encode_ask
 from fairlead.server.sdk import EndpointView, RefusedRequest
 from fairlead.server.sdk.check import Dialogue
@@ -50,6 +52,16 @@ class Shortest(Ranked):
     type = "default"
     def cost(self, request, fleet, cycle):
         return fleet.table.waiting
+
+class Learns(Least):
+    heard = []
+    def ended(self, outcome):
+        self.heard.append((outcome.request.id, outcome.endpoint, outcome.ttft_ms))
+
+class LearnsNothing(Shortest):
+    type = "learns-nothing"
+    def ended(self, outcome):
+        raise SystemExit(4)
 
 class Pair:
     name = "pair"
@@ -217,6 +229,26 @@ def test_a_policy_that_raises_or_picks_nobody_has_no_opinion(module: str, policy
     picks = decode_answer(stream.sent[-1]).picks
     assert picks is not None and [pick.outcome for pick in picks.picks] == [Outcome.PASSED]
     assert stats.failures == 1 and stream.code is None
+
+
+@pytest.mark.parametrize(
+    ("name", "wants", "failures"), [("Learns", True, 0), ("LearnsNothing", True, 2), ("Least", False, 0)]
+)
+def test_who_learns_from_outcomes_gets_them(module: str, name: str, wants: bool, failures: int) -> None:
+    one, stream, stats = session(f"{module}:{name}")
+    one.on_message(encode_ask(Ask(hello=Hello(), state=Dialogue().state(endpoints(2)))))
+    welcome = decode_answer(stream.sent[0]).welcome
+    assert welcome is not None and welcome.wants_outcomes == wants
+    ends = [
+        OutcomeRecord(request=builders.request("x", id=number), at=1.0, endpoint="e1", ttft_ms=5.0) for number in (1, 2)
+    ]
+    batch = Batch(number=1, requests=[Asked(request=builders.request("x"))])
+    one.on_message(encode_ask(Ask(ended=ends, batch=batch)))
+    picks = decode_answer(stream.sent[-1]).picks
+    assert picks is not None and [pick.outcome for pick in picks.picks] == [Outcome.PICKED]
+    assert stats.failures == failures and stream.code is None
+    if name == "Learns":
+        assert import_module(module).Learns.heard[-2:] == [(1, "e1", 5.0), (2, "e1", 5.0)]
 
 
 @pytest.mark.parametrize("allowed", range(4))
