@@ -7,10 +7,13 @@ Rules
   on as with any failure of a plugin. Code of this package is never interrupted, so its state stays whole.
 * All plugins are called so that this works. What else holds up the loop, and what goes on in spite of it, is logged
   with its place. C code that keeps the interpreter lock, such as a long search of `re`, stops this thread too.
-* Simulations and replays run without an event loop (`watched`): they are sent signals all the time.
+* Simulations and replays run without an event loop (`watched`): they are sent signals all the time. In another thread
+  than the main one, as on a Dask worker, there are no signals: the watching thread looks instead, and has Python raise
+  the exception at the next line of the plugin.
 """
 
 import asyncio
+import ctypes
 import signal
 import sys
 import threading
@@ -44,16 +47,18 @@ _OWN = f"{Path(fairlead.__file__).parent}/"
 
 
 class PluginWatch:
-    """Make it on the main thread, with its event loop; `close()` it there. `loop`: `None` = there is none."""
+    """Make it on the thread that calls plugins, the main one if there is an event loop; `close()` it there. `loop`:
+    `None` = there is none."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None, limit_s: float = LIMIT_S) -> None:
         #: Interrupted calls, and times that the loop was held up by what could not be interrupted.
         self.count = 0
         self._limit = limit_s
-        self._main = threading.get_ident()
+        self._thread_id = threading.get_ident()
+        self._signals = threading.current_thread() is threading.main_thread()
         self._call: FrameType | None = None
         self._turned, self._closed = threading.Event(), threading.Event()
-        self._before = signal.signal(_SIGNAL, self._interrupt)
+        self._before = signal.signal(_SIGNAL, self._interrupt) if self._signals else None
         run = self._signal_alone if loop is None else partial(self._watch_turns, loop)
         self._thread = threading.Thread(target=run, name="plugin-watch", daemon=True)
         self._thread.start()
@@ -62,7 +67,8 @@ class PluginWatch:
         self._closed.set()
         self._turned.set()
         self._thread.join()
-        signal.signal(_SIGNAL, self._before)
+        if self._signals:
+            signal.signal(_SIGNAL, self._before)
 
     def _signal_alone(self) -> None:
         began, wait = time.monotonic(), self._limit
@@ -91,19 +97,29 @@ class PluginWatch:
         if time.monotonic() - began > 1.25 * wait + _LATE_S:
             self._call = None
             return False
-        signal.pthread_kill(self._main, _SIGNAL)
+        if self._signals:
+            signal.pthread_kill(self._thread_id, _SIGNAL)
+        elif self._hangs(sys._current_frames().get(self._thread_id)):
+            raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+            raise_in(ctypes.c_ulong(self._thread_id), ctypes.py_object(NeverReturned))
         return True
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        call, _ = _plugin_call(frame)
-        known, self._call = self._call, call
-        if call is not None and call is known and frame is not None and not _own(frame.f_code):
-            self.count += 1
-            self._call = None
+        if self._hangs(frame):
             raise NeverReturned
 
+    def _hangs(self, frame: FrameType | None) -> bool:
+        """Whether the same call of a plugin runs as the last time, and is to be interrupted."""
+        call, _ = _plugin_call(frame)
+        known, self._call = self._call, call
+        if call is None or call is not known or frame is None or _own(frame.f_code):
+            return False
+        self.count += 1
+        self._call = None
+        return True
+
     def _log(self) -> None:
-        frame = sys._current_frames().get(self._main)
+        frame = sys._current_frames().get(self._thread_id)
         call, code = _plugin_call(frame)
         code = code or (frame.f_code if frame is not None else None)
         if call is not None:
@@ -117,10 +133,7 @@ class PluginWatch:
 @contextmanager
 def watched() -> Iterator[None]:
     """Interrupt plugins that do not return in the body, which runs without an event loop: calls that last for two
-    signals. Outside the main thread, which alone handles signals, none is interrupted."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    signals."""
     watch = PluginWatch(None, ALONE_S)
     try:
         yield

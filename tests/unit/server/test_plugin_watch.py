@@ -2,22 +2,24 @@
 
 import asyncio
 from random import Random
+from threading import Thread
 from typing import Any
 
 import pytest
 
 from fairlead.core.canary import Canary
-from fairlead.core.errors import PluginError
+from fairlead.core.errors import NeverReturned, PluginError
 from fairlead.core.fairness import Strict
 from fairlead.core.flow import Waiting
-from fairlead.core.policy import Context, Picked, clamped, notified
+from fairlead.core.policy import Context, Picked, choose_or_raise, clamped, notified
 from fairlead.core.profile import Profile
 from fairlead.plugins.guarding import GuardedCeiling, GuardedFairness, GuardedOrdering, Measuring, Parsing
 from fairlead.plugins.params import NoParams
 from fairlead.plugins.pickers import RoundRobin
 from fairlead.plugins.policies.by_load import LeastRequests
+from fairlead.server import plugin_watch
 from fairlead.server.observe.log import LogfmtFormatter
-from fairlead.server.plugin_watch import PluginWatch
+from fairlead.server.plugin_watch import PluginWatch, watched
 from fairlead.testing import endpoint, fleet, request
 
 WAITING = Waiting(request(), 0.0, 60.0, 1.0, 1)
@@ -110,6 +112,25 @@ async def test_the_primary_goes_on_and_a_canary_that_did_not_return_decides_no_m
     (error,) = errors
     assert error.plugin == "endless" and "did not return and was interrupted" in str(error)
     assert "(test_plugin_watch.py, line " in str(error) and "this canary decides nothing more" in str(error)
+
+
+def test_without_an_event_loop_it_is_interrupted_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin_watch, "ALONE_S", 0.05)
+    errors: list[str] = []
+
+    def play() -> None:
+        with watched():
+            for _ in range(2):
+                try:
+                    choose_or_raise(Endless(), request(), fleet("e0", "e1"), context())
+                except NeverReturned as error:
+                    errors.append(str(error))
+
+    play()
+    thread = Thread(target=play)
+    thread.start()
+    thread.join(20)
+    assert errors == ["did not return and was interrupted"] * 4
 
 
 class Remembers(LeastRequests):

@@ -29,7 +29,7 @@ from msgspec import Struct
 
 import fairlead
 from fairlead.config.registry import GROUP
-from fairlead.core.errors import FairleadError
+from fairlead.core.errors import PLUGIN_FAILURES, FairleadError
 from fairlead.lab.simulator.build import ScenarioSpec, build, is_generated
 from fairlead.lab.simulator.run import modules_beside, python_files, simulate
 from fairlead.lab.simulator.world import unknowing
@@ -115,7 +115,7 @@ def run_cell(cell: Cell, key: str = "") -> CellResult:
         if cell.scenario.unknowing:
             scenario = unknowing(scenario, cell.seed)
         figures = simulate(scenario, cell.text, cell.seed).as_dict()
-    except Exception as problem:
+    except PLUGIN_FAILURES as problem:
         error = f"{type(problem).__name__}: {problem}"
     return CellResult(
         key=key,
