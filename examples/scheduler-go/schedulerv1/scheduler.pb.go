@@ -16,6 +16,8 @@
 // * Every request of a batch is answered exactly once. Batches may be answered in any order, and in several Answers.
 // * A request waits for Hello.budget_us at most; then Fairlead's own policy decides, and a later answer is ignored. So
 //   do not collect requests: answer each batch immediately.
+// * Answers take at most 4 KiB for each request of a batch, and the first 64 KiB more. A message takes at most 1 MiB.
+//   Beyond that Fairlead ends the stream.
 // * Unknown fields are ignored on both sides. Fields are only ever added; a change that breaks peers gets package v2.
 // * Times are seconds of Fairlead's monotonic clock, whose origin is arbitrary; compare them with Batch.now only.
 
