@@ -14,6 +14,7 @@ Rules
 * If a key occurs twice, the last occurrence counts, as in Python's `json`.
 * The second reading builds objects, so it is limited to `SALVAGE_LIMIT` bytes. A larger body that the strict parser
   refuses is left to the model server: it is scheduled unread.
+* Fields that name hosts to the engine (`TRANSFERS`) are refused. In a body that is left unread they are searched for.
 * Scalars are read as leniently as pydantic reads them for vLLM: `"5"`, `5.0` and `true` are integers, `"yes"` and `1`
   are true. A value that pydantic refuses is a `ClientError`.
 """
@@ -24,7 +25,7 @@ from codecs import BOM_UTF8, utf_8_decode
 from typing import Any, Generic, TypeVar
 
 from msgspec import DecodeError, Raw, Struct, ValidationError, convert
-from msgspec.json import Decoder
+from msgspec.json import Decoder, encode
 from msgspec.structs import fields
 
 from fairlead.core.errors import ClientError
@@ -40,6 +41,21 @@ Scalar = bool | int | float | str | None
 B = TypeVar("B", bound="Body")
 
 
+#: What a proxy that computes prompts elsewhere tells the engine: hosts to connect to, and blocks to read or to keep.
+#: vLLM's first two, and SGLang's.
+TRANSFERS = ("kv_transfer_params", "ec_transfer_params", "bootstrap_host")
+#: Finds them as keys, also with escaped letters, which no encoder writes.
+_TRANSFER = re.compile(rb'(%b)"\s*:|\\u00[4-7]' % "|".join(TRANSFERS).encode())
+
+
+class TransferError(ClientError):
+    """A client sent one of `TRANSFERS`. The engine would connect to a host of the client's choice, or read other
+    requests' blocks. Only what the pool itself puts between gateway and engine may set them."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name!r} is set by the model servers' own proxies; clients may not send it.", param=name)
+
+
 class StreamOptions(Struct, gc=False):
     include_usage: Scalar = None
 
@@ -53,6 +69,9 @@ class Body(Struct, gc=False):
     model: str | None = None
     stream: Scalar = False
     cache_salt: Raw = ABSENT
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+    bootstrap_host: None = None
 
 
 _SURROGATE = rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
@@ -63,6 +82,7 @@ _SOUND = re.compile(rb"(?:[^\\]++|%b|(?!%b)\\.)*+" % (_PAIR, _SURROGATE), re.DOT
 #: body made to be slow has more.
 _MAX_MENDED, _MAX_ESCAPES = 65536, 1 << 20
 _UTF8_STEP = 16384
+_decode_members = Decoder(dict[str, Raw]).decode
 
 
 class Reader(Generic[B]):
@@ -102,6 +122,7 @@ class Reader(Generic[B]):
     def _salvaged(self, body: bytes) -> B | None:
         """Read the body as Python's `json` does. Raise a `ClientError` that says what is wrong if that fails too."""
         if len(body) > SALVAGE_LIMIT:
+            refuse_transfers(body)
             return None
         try:
             members = _load(body)
@@ -118,6 +139,22 @@ class Reader(Generic[B]):
         except ValidationError as exc:
             raise _wrong_type(str(exc)) from None
         return read
+
+
+def refuse_transfers(raw: bytes | Raw) -> None:
+    """Raise a `TransferError` if JSON that cannot be read seems to have one of `TRANSFERS` as a key. UTF-16 and UTF-32,
+    which Python's `json` reads, are ASCII letters with zeros."""
+    if match := _TRANSFER.search(bytes(raw).replace(b"\0", b"")):
+        raise TransferError(match[1].decode() if match[1] else TRANSFERS[0])
+
+
+def without_transfers(body: bytes) -> bytes:
+    """The body without `TRANSFERS`; the other members as they are. An unreadable body is returned unchanged."""
+    try:
+        members = _decode_members(body)
+    except (DecodeError, RecursionError):
+        return body
+    return encode({name: value for name, value in members.items() if name not in TRANSFERS})
 
 
 def is_utf8(data: bytes) -> bool:
@@ -186,6 +223,8 @@ _WANTED = {"model": "a string", "stream": "a boolean", "stream_options": "an obj
 def _wrong_type(reason: str) -> ClientError:
     match = re.search(r"\$\.(\w+)", reason)
     name = match.group(1) if match else ""
+    if name in TRANSFERS:
+        return TransferError(name)
     return ClientError(f"Invalid type for '{name}': expected {_WANTED.get(name, 'an integer')}.", param=name or None)
 
 

@@ -7,7 +7,17 @@ from msgspec import DecodeError, Raw, Struct
 from msgspec.json import Decoder
 from msgspec.structs import replace
 
-from fairlead.apis.body import ABSENT, SALVAGE_LIMIT, Body, Reader, Scalar, StreamOptions, count, flag
+from fairlead.apis.body import (
+    ABSENT,
+    SALVAGE_LIMIT,
+    Body,
+    Reader,
+    Scalar,
+    StreamOptions,
+    count,
+    flag,
+    refuse_transfers,
+)
 from fairlead.apis.parsed import MAX_N, Parsed, ParsedRequest, Text, choices, is_sent, named, reading, scope, short_text
 from fairlead.apis.prompt import MEDIA_BYTES, items, list_prefix, prompts_in, text_or_list, token_ids, truncated
 from fairlead.core.apis import GENERATE, SGLANG
@@ -46,6 +56,8 @@ class _Sampling(Struct, gc=False):
     max_new_tokens: Scalar = None
     n: Scalar = None
     prompt_logprobs: Scalar = None
+    #: vLLM's `kv_transfer_params` may also be in there.
+    extra_args: Raw = ABSENT
     #: TGI's adapter, and the tokens at the prompt's end that it reads.
     adapter_id: Raw = ABSENT
     truncate: Scalar = None
@@ -152,8 +164,12 @@ def _sampling(raw: Raw) -> _Sampling:
     try:
         sampling = _decode_batch(raw).first if list_prefix(raw) is not None else _decode_sampling(raw)
     except (DecodeError, UnicodeDecodeError, RecursionError):
+        refuse_transfers(raw)
         return _Sampling()
-    return sampling or _Sampling()
+    if sampling is None:
+        return _Sampling()
+    refuse_transfers(sampling.extra_args)
+    return sampling
 
 
 def _features(raw: Raw) -> tuple[Raw, int]:

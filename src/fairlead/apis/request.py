@@ -10,6 +10,7 @@ server, which answers in its own words. What vLLM 0.32 answers (measured), and w
 | `prompt` (and `prompt_embeds`) missing           | 400                 | 400  |
 | wrong type: `model`, `stream`, `max_tokens`, `n`, `stream_options` | 400 | 400  |
 | `prompt` empty, `max_tokens` < 1, token ids out of range | 400         | pass |
+| `kv_transfer_params` and the like (`body.TRANSFERS`) | 200             | 400  |
 | `stream_options` without `stream`, wrong temperature, wrong content type | 400 | pass |
 | `model` missing; unknown fields; too large `max_tokens`  | 200         | pass |
 | unknown model                                    | 404                 | pass |

@@ -37,7 +37,7 @@ Wait = Annotated[float, Field(gt=0, le=LONGEST_WAIT), DURATION]
 LONGEST_QUESTION = 0.4
 #: The name of a policy, or `{type: …, parameters: {…}}`, as under `policy`.
 PolicyEntry = str | dict[str, Any]
-Trust = Literal["objective", "fairness", "slo", "session", "model-rewrite", "test-selection"]
+Trust = Literal["objective", "fairness", "slo", "session", "model-rewrite", "test-selection", "kv-transfer"]
 
 
 class Section(Params):
@@ -593,7 +593,7 @@ class Headers(Section):
     trust: tuple[Trust, ...] = Field(
         default=("objective", "fairness", "slo", "session", "model-rewrite"),
         description="Which headers of clients are trusted; docs/models.md lists them. `test-selection` is for "
-        "conformance tests only.",
+        "conformance tests only, `kv-transfer` for proxies that compute prompts elsewhere.",
     )
 
 

@@ -24,7 +24,7 @@ CONTROL_HEADERS = frozenset(
     {
         DESTINATION, "x-gateway-destination-endpoint-subset", "x-gateway-destination-endpoint-served",
         "x-gateway-destination-endpoint-scores", PREFILLER, "x-encoder-hosts-ports", "x-data-parallel-host-port",
-        "x-kv-cache-source-host-port", "x-conformance-test-served-endpoint", DROPPED_REASON,
+        "x-data-parallel-rank", "x-kv-cache-source-host-port", "x-conformance-test-served-endpoint", DROPPED_REASON,
     }
 )  # fmt: skip
 
@@ -58,9 +58,11 @@ TRUST: Mapping[str, tuple[str, ...]] = {
     "session": SESSION_HEADERS,
     "model-rewrite": REWRITE_HEADERS,
     "test-selection": (TEST_SELECTION,),
+    # Fields of the body, not headers; see `apis.body.TransferError`.
+    "kv-transfer": (),
 }
-#: Without `test-selection`, which lets clients choose their replica and is only for tests of gateways.
-TRUSTED = frozenset(TRUST) - {"test-selection"}
+#: Without those that let clients choose their replica, or a host that a model server connects to.
+TRUSTED = frozenset(TRUST) - {"test-selection", "kv-transfer"}
 
 STEERING_HEADERS = frozenset(
     {

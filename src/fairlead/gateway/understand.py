@@ -6,7 +6,8 @@ conversation the request continues.
 
 import asyncio
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import count
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
+from fairlead.apis.body import TransferError, without_transfers
 from fairlead.apis.parsed import ParsedRequest, scoped, unread
 from fairlead.apis.prompt import openings
 from fairlead.apis.request import Parser, explained, parse_request, parser_of, too_large
@@ -397,6 +399,18 @@ def _without_body(head: Head) -> ParsedRequest:
     return unread(api, "empty" if missing else "no-body")
 
 
+def _with_transfers(parse: Callable[..., ParsedRequest]) -> Callable[..., ParsedRequest]:
+    """Parse as `parse` does, but accept what names hosts to the engine: the client is a proxy that may."""
+
+    def parsed(path: str, body: bytes, content_type: str = "", *, content_encoding: str = "") -> ParsedRequest:
+        for read in (body, without_transfers(body)):
+            with suppress(TransferError):
+                return parse(path, read, content_type, content_encoding=content_encoding)
+        return too_large(path, body)
+
+    return parsed
+
+
 class Understanding:
     """Makes `Request`s. Their ids count up from 1 and are internal, so nothing that a client sends can equal one.
 
@@ -414,7 +428,7 @@ class Understanding:
         hasher: ChainHasher,
         now: Callable[[], float],
         conversations: bool = True,
-        trusted: Iterable[str] = names.TRUSTED,
+        trusted: Collection[str] = names.TRUSTED,
         parse: Callable[..., ParsedRequest] = parse_request,
         prompts: PromptReader | None = None,
         trace: Callable[[Request, Mapping[str, str]], Any] | None = None,
@@ -422,7 +436,7 @@ class Understanding:
         self._tokens = tokens
         self._hasher = hasher
         self._now = now
-        self._parse = parse
+        self._parse = _with_transfers(parse) if "kv-transfer" in trusted else parse
         self._hints = HintReader(trusted)
         self._ids = count(1)
         self._conversations = Conversations() if conversations else None

@@ -35,7 +35,7 @@ def test_clients_do_not_choose_replicas_unless_told_so() -> None:
     assert HintReader().read(ALL).selection is None
 
 
-@pytest.mark.parametrize("key", names.TRUST)
+@pytest.mark.parametrize("key", [key for key, headers in names.TRUST.items() if headers])
 def test_each_can_be_distrusted(key: str) -> None:
     found = HintReader(set(names.TRUST) - {key}).read(ALL)
     with_key, left = (
