@@ -86,3 +86,20 @@ def test_what_a_prompt_did_is_forgotten() -> None:
     rig.clock.now += FAILED_S + 1.0
     rig.ask(SYSTEM + b"bad" * 99, 500, times=2)
     assert fleet.table.errors.sum() == 3.0, "nobody answered anything for a minute"
+    rig.ask(SYSTEM, 200, times=3)
+    rig.ask(SYSTEM + b"bad" * 99, 500, times=2)
+    assert fleet.table.errors.sum() == 0.0, "it is the prompt's fault"
+    rig.clock.now += FAILED_S + 1.0
+    rig.ask(SYSTEM, 200, times=3)
+    rig.ask(SYSTEM + b"bad" * 99, 500, times=2)
+    assert fleet.table.errors.sum() == 1.0, "after a minute the first one counts again"
+
+
+def test_a_new_endpoint_has_no_part_in_what_failed_before() -> None:
+    rig = Rig()
+    (failed,) = rig.ask(SYSTEM + b"bad" * 99, 500)
+    rig.pipeline.handle(ev.EndpointDown(failed))
+    rig.pipeline.handle(ev.EndpointUp(Endpoint("new", "10.0.0.9:8000")))
+    rig.ask(SYSTEM, 200, times=3)
+    assert rig.ask(SYSTEM + b"bad" * 99, 500) != ["new"]
+    assert rig.pipeline.fleet.table.errors.sum() == 1.0
