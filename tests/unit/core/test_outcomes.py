@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fairlead.compat.load import load
-from fairlead.config.building import build_pipeline
+from fairlead.config.building import build_pipeline, given
 from fairlead.core import events as ev
 from fairlead.core.canary import Canary
 from fairlead.core.endpoint import Endpoint
@@ -61,8 +61,15 @@ class LearnsAsPart:
         self.heard.append(outcome)
 
 
+CONFIG = load("policy: default", need_endpoints=False)
+
+
 def pipeline(policy: Policy, errors: list[PluginError] | None = None) -> Pipeline:
-    made = Pipeline(SimClock(), Random(1), Fleet(), policy, TokenEstimator(), None if errors is None else errors.append)
+    """A pipeline whose configurations are policies."""
+    report = None if errors is None else errors.append
+    made = Pipeline(
+        SimClock(), Random(1), Fleet(), policy, TokenEstimator(), report, build=lambda later: given(later)(CONFIG)
+    )
     for name in ("e0", "e1"):
         made.handle(ev.EndpointUp(Endpoint(name, f"10.0.0.{name[1]}:80")))
     return made
@@ -119,6 +126,19 @@ def test_policies_behind_another_hear_of_all() -> None:
     answer(pipeline(Canary(primary, canary, 50.0)), 1)
     answer(pipeline(RemotePolicy("remote", fallback, lambda request, fleet, now: None)), 1)
     assert [len(each.heard) for each in (primary, canary, fallback)] == [1, 1, 1]
+
+
+def test_after_a_reload_only_the_new_policy_hears_of_them() -> None:
+    before, after = Learns(), Learns()
+    made = pipeline(before)
+    made.handle(ev.RequestArrived(Request(id=1, arrived=0.0)))
+    made.handle(ev.Reconfigured(after))
+    made.handle(ev.StreamLost(1))
+    answer(made, 2)
+    assert ([outcome.request.id for outcome in after.heard], before.heard) == ([1, 2], [])
+    made.handle(ev.Reconfigured(LeastRequests()))
+    answer(made, 3)
+    assert len(after.heard) == 2
 
 
 @pytest.mark.parametrize("text", ["policy: default", "policy: prefill-decode", "scorers: [{type: no-hit-lru}]"])
