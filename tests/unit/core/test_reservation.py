@@ -216,6 +216,29 @@ def test_at_the_end_of_the_budget_late_binding_has_decided_and_late_answers_open
     assert rig.charged == [1.0, 1.0]
 
 
+def test_who_remembers_picks_hears_of_the_kept_endpoint_where_the_policys_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: list[tuple[int, str]] = []
+
+    def choose(self: Counted, *given: Any) -> Any:
+        pick = LeastRequests.choose(self, *given)
+        pick.slot = 1  # type: ignore[union-attr]
+        return pick
+
+    def chosen(self: Counted, request: Request, slot: int, fleet: Any, cycle: Any) -> None:
+        heard.append((request.id, fleet.table.ids[slot]))
+
+    monkeypatch.setattr(Counted, "choose", choose)
+    monkeypatch.setattr(Counted, "chosen", chosen, raising=False)
+    rig = Rig()
+    undecided, decided = rig.arrive(), rig.arrive()
+    rig.pick(decided, "e1")
+    rig.clock.advance(2 * BUDGET)
+    assert rig.routed == {decided.id: "e1", undecided.id: "e0"}
+    assert heard == [(undecided.id, "e0")]
+
+
 def test_losing_the_connection_sends_all_to_what_is_kept_for_them() -> None:
     rig = Rig()
     for request in rig.full():
