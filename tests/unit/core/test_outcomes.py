@@ -23,6 +23,7 @@ from fairlead.core.tokens import TokenEstimator
 from fairlead.plugins.guarding import GuardedFilter, GuardedPicker
 from fairlead.plugins.pickers import MaxScore, MaxScoreParams
 from fairlead.plugins.policies.by_load import LeastRequests
+from fairlead.plugins.policies.prefill_decode import PrefillDecode
 from fairlead.testing import SimClock
 
 
@@ -118,6 +119,12 @@ def test_parts_of_a_profile_hear_of_them(kind: str) -> None:
         GuardedPicker(part) if kind == "picker" else best,
     )
     answer(pipeline(profile), 1)
+    assert [outcome.request.id for outcome in part.heard] == [1]
+
+
+def test_the_filters_of_a_policy_that_splits_requests_hear_of_them() -> None:
+    part = LearnsAsPart()
+    answer(pipeline(PrefillDecode(filters=[GuardedFilter(part)])), 1)
     assert [outcome.request.id for outcome in part.heard] == [1]
 
 
