@@ -20,6 +20,11 @@ Theory
 
   If the page does not report tokens or memory at each step, or does not change although first tokens come, silence is
   also plausible until the first answer is overdue (`overdue_s`).
+* The server in front of an engine may hold requests, for example while it downloads their images. If the page shows no
+  work, a request with media counts only from `MEDIA_S` after its charge, and one that was there `SETTLED` seconds
+  before the page last showed a step does not count: that step's page would have shown it. What an endpoint without
+  work on its page is out for stops counting (`_doubt`), so that it is tested after `RETRIED_S`, not only when its
+  requests are known not to be shown.
 * While an endpoint has a request for an image or speech (`apis.untimed`), any silence is plausible: no token counter
   moves, and no forecast says how long the answer takes.
 * An endpoint is *suspect* when its silence is longer than plausible, and *out* after `OUT` times that. With the least
@@ -72,6 +77,7 @@ LEVELS = ("well", "suspect", "out")
 PLAUSIBLE_S = 1.2
 PACED = 2.0
 OUT = 2.5
+MEDIA_S = 10.0  # vLLM gives up the download of an image after 5 s, of a sound after 10 s
 RETRIED_S = 5.0
 FORGOTTEN_S = 60.0
 #: The initial and least pace of an endpoint in seconds, and the seconds in which a longer pace is halved.
@@ -124,6 +130,8 @@ class _Watched(Struct):
     unseen_since: float = inf
     #: The page does not change although first tokens come, so an unchanged page proves nothing.
     still: bool = False
+    #: The last step of the engine that its page showed was not before this.
+    stepped_at: float = -inf
     #: The last time that a client gave up a request before its first token.
     given_up_at: float = -inf
 
@@ -198,6 +206,7 @@ class Stalls:
         if moved:
             self.moved(slot, now)
             watched.unseen_since, watched.still = inf, False
+            watched.stepped_at = float(self._table.sampled_at[slot])
         elif now - watched.unseen_since > SEEN_S:
             watched.still = True
 
@@ -269,7 +278,7 @@ class Stalls:
         heard_at = now if self._tells(slot, watched, now) else min(self._gateway_at, now)
         begun = watched.since
         if not self._shows_work(slot) and watched.given_up_at <= now - PLAUSIBLE_S:
-            begun = max(begun, self._begun(slot))
+            begun = max(begun, self._begun(slot, watched, now))
         if heard_at - begun > PLAUSIBLE_S:
             watched.since = begun
             self._judge(slot, watched, heard_at - begun, now)
@@ -303,10 +312,11 @@ class Stalls:
     def _holds_any(self, slot: int) -> bool:
         return any(lease.unshown for lease in self._ledger.of_slot(slot))
 
-    def _begun(self, slot: int) -> float:
-        """Return the clock seconds since which the endpoint has the oldest lease, for a page that shows no requests.
+    def _begun(self, slot: int, watched: _Watched, now: float) -> float:
+        """Return the clock seconds since which the engine has the oldest lease, for a page that shows no requests.
         Requests that a server refuses come and go without progress: they are short, and no sign that it hangs."""
-        return min((lease.there_since for lease in self._ledger.of_slot(slot)), default=-inf)
+        overtaken = watched.stepped_at - SETTLED if self._speaks(slot, watched, now) else -inf
+        return min((_counts_from(lease, overtaken) for lease in self._ledger.of_slot(slot)), default=-inf)
 
     def _only_told(self, slot: int) -> bool:
         """Whether only peers reported the endpoint's work, and a later page shows none. A peer that died cannot report
@@ -338,6 +348,16 @@ class Stalls:
             if not known:
                 watched.stopped_at = watched.since
             self._judged(slot, level, silent, now, plausible)
+            if level == OUT_OF_USE and self._speaks(slot, watched, now) and not self._shows_work(slot):
+                self._doubt(slot)
+
+    def _doubt(self, slot: int) -> None:
+        """Do not count what an endpoint is out for and does not show, so that it is tested soon: the server in front of
+        the engine may hold it. Once: a test that is not shown either tells more."""
+        if not self._holds_any(slot):
+            for lease in list(self._ledger.of_slot(slot)):
+                if lease.pending and lease.request.id >= 0:
+                    self._ledger.not_shown(lease)
 
     def _plausible(self, slot: int, watched: _Watched, now: float) -> float:
         """Return the seconds for which silence is plausible, by the module's rules."""
@@ -408,6 +428,12 @@ class Stalls:
 
     def hedged_in_vain(self) -> None:
         self.caution = min(self.caution * IN_VAIN, MOST)
+
+
+def _counts_from(lease: Lease, overtaken: float) -> float:
+    """Return the clock seconds from which a lease counts although the page shows no request; `inf` = never."""
+    since = lease.there_since
+    return inf if since < overtaken else since + MEDIA_S if lease.request.media else since
 
 
 def overdue_s(lease: Lease, begins: bool) -> float:

@@ -490,7 +490,7 @@ def test_beside_a_request_that_it_has_not_taken_a_hung_engine_is_tested() -> Non
         rig.step()
     assert met[0] < 2.0
     tests = [at for at in met if at > 5.0]
-    assert 35.0 < tests[0] < 37.0
+    assert 8.0 < tests[0] < 10.0, "it may have been the server's front that held the first ones"
     assert all(later - earlier > IDLE_SECONDS_PENDING for earlier, later in pairwise(tests))
     rig.hung.clear()
     rig.step()
@@ -508,15 +508,16 @@ def test_a_lost_end_is_found_by_the_first_request_that_makes_progress() -> None:
     rig.warm()
     idle(rig)
     lose_the_end(rig)
-    seconds_until(rig, lambda: rig.suspicion("e0") == TRIED, 37.0)
+    seconds_until(rig, lambda: rig.suspicion("e0") == TRIED, 10.0)
     rig.send(took=SCRAPE)
     seconds_until(rig, lambda: rig.suspicion("e0") == WELL, 1.0)
     rig.told.clear()
-    seconds_until(rig, lambda: len(rig.fleet.ledger) == 0, IDLE_SECONDS + 1.0)
+    seconds_until(rig, lambda: len(rig.fleet.ledger) == 0, IDLE_SECONDS_PENDING + IDLE_SECONDS)
     assert not rig.told
 
 
-def test_a_lost_end_before_the_last_progress_accuses_as_briefly_as_ever() -> None:
+def test_a_lost_end_before_the_last_progress_accuses_nobody() -> None:
+    """The engine has computed what came later, and its page shows nothing: it does not have the request."""
     rig = Rig(1)
     rig.warm()
     idle(rig)
@@ -524,11 +525,9 @@ def test_a_lost_end_before_the_last_progress_accuses_as_briefly_as_ever() -> Non
     lost = rig.running.pop()
     rig.send(took=4.0)
     assert lost not in rig.running
-    seconds_until(rig, lambda: rig.suspicion("e0") == OUT_OF_USE, 12.0)
-    assert len(rig.fleet.ledger) == 1
-    seconds_until(rig, lambda: len(rig.fleet.ledger) == 0, 31.0)
-    seconds_until(rig, lambda: rig.suspicion("e0") == TRIED, 6.0)
-    seconds_until(rig, lambda: rig.suspicion("e0") == WELL, FORGOTTEN_S + 1.0)
+    seconds_until(rig, lambda: len(rig.fleet.ledger) == 1, 5.0)
+    seconds_until(rig, lambda: len(rig.fleet.ledger) == 0, 36.0)
+    assert not rig.told
 
 
 def test_an_engine_that_restarts_holds_no_request_of_its_time_before() -> None:
@@ -547,7 +546,7 @@ def test_an_engine_that_restarts_holds_no_request_of_its_time_before() -> None:
     rig.step()
     assert rig.suspicion("e0") == WELL
     rig.told.clear()
-    seconds_until(rig, lambda: len(rig.fleet.ledger) == 0, IDLE_SECONDS + 1.0)
+    seconds_until(rig, lambda: len(rig.fleet.ledger) == 0, IDLE_SECONDS_PENDING + IDLE_SECONDS)
     assert not rig.told
 
 
@@ -701,6 +700,79 @@ def test_requests_that_a_server_refuses_are_no_hang() -> None:
     assert rig.told[before:] == []
 
 
+def held_by_its_front(rig: Rig, seconds: float, **fields: Any) -> None:
+    """Six requests that the servers hold without any work on their pages."""
+    idle(rig)
+    rig.shown = False
+    rig.hung |= {"e0", "e1"}
+    for _ in range(6):
+        rig.send(**fields)
+    for _ in range(round(seconds / SCRAPE)):
+        rig.step()
+
+
+def test_a_server_that_downloads_images_does_not_hang() -> None:
+    rig = Rig()
+    rig.warm()
+    held_by_its_front(rig, 9.0, media=1, stream=False)
+    assert rig.told == []
+
+
+def test_a_hang_is_noticed_though_all_requests_have_images_and_the_page_shows_nothing() -> None:
+    rig = Rig()
+    rig.warm()
+    held_by_its_front(rig, 14.0, media=1, stream=False)
+    assert rig.suspicion("e0") == rig.suspicion("e1") == OUT_OF_USE
+
+
+def test_a_hang_of_chats_is_noticed_beside_images_that_are_downloaded() -> None:
+    rig = Rig()
+    rig.warm()
+    held_by_its_front(rig, 1.0, media=1, stream=False)
+    rig.send()
+    for _ in range(25):
+        rig.step()
+    assert [record.level for record in rig.told] == ["suspect", "out"]
+
+
+def test_a_server_whose_front_holds_requests_is_soon_tested_and_well() -> None:
+    rig = Rig()
+    rig.warm()
+    held_by_its_front(rig, 4.0, stream=False, took=60.0)
+    assert rig.suspicion("e0") == OUT_OF_USE
+    rig.hung.clear()
+    for _ in range(30):
+        rig.send()
+        rig.step()
+    assert rig.suspicion("e0") == rig.suspicion("e1") == WELL
+    assert len(rig.running) >= 6
+    rig.told.clear()
+    for _ in range(40):
+        rig.step()
+    assert not rig.told
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_what_the_engine_has_overtaken_is_no_work_but_what_came_later_is(hangs: bool) -> None:
+    """A front holds a request for long, for example to call a tool. Chats after it end well, and then none come."""
+    rig = Rig(1)
+    rig.warm()
+    rig.shown = False
+    held = rig.send(took=60.0, stream=False)
+    for _ in range(20):
+        rig.send()
+        rig.step()
+    rig.step()
+    assert [number for _, number, _ in rig.running] == [held.request_id]
+    rig.told.clear()
+    if hangs:
+        rig.hung.add("e0")
+        rig.send()
+    for _ in range(20):
+        rig.step()
+    assert [record.level for record in rig.told] == (["suspect", "out"] if hangs else [])
+
+
 def test_a_hang_is_noticed_beside_requests_that_are_refused() -> None:
     rig = Rig()
     rig.warm()
@@ -799,7 +871,7 @@ def test_the_silence_of_a_gateway_that_stands_still_accuses_nobody() -> None:
     rig.step()
     assert not rig.told
     rig.hung.add("e0")
-    for _ in range(40):
+    for _ in range(30):
         rig.feed(GatewayAnswered())
         rig.send()
         rig.step()
