@@ -28,7 +28,7 @@ from fairlead.core.errors import ADMIN_PORT
 from fairlead.gateway.tls import ServerTls
 from fairlead.server import openapi
 from fairlead.server.dashboard import Dashboard
-from fairlead.server.http_port import Access, HttpPort, OnError, Tokens, healthz, readiness, reported, send
+from fairlead.server.http_port import Access, HttpPort, OnError, Tokens, healthz, readiness, reported, send, send_file
 from fairlead.server.observe.exposition import OPENMETRICS_TYPE, TEXT_TYPE, wants_openmetrics
 from fairlead.server.observe.snapshot import SnapshotMaker
 
@@ -256,7 +256,7 @@ class Admin(HttpPort):
             self._add(app, "/debug/decisions", self._heavy(self._decisions))
             self._add(app, "/debug/decisions/{name}", self._heavy(self._decision))
             self._add(app, "/debug/journal", self._heavy(self._journal))
-            self._add(app, "/debug/journal/{name}", self._segment)
+            self._add(app, "/debug/journal/{name}", self._limited(self._segment))
         app.middlewares.append(_elsewhere)
         return app
 
@@ -267,14 +267,22 @@ class Admin(HttpPort):
         """Return a handler for a JSON page. Only one such page is made at a time."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
+            async with self._making:
+                parts = await _paced(pieces(request))
+            return await send(request, list(parts), {"Content-Type": "application/json"}, whole_s=SEND_S)
+
+        return self._limited(answer)
+
+    def _limited(self, handler: Handler) -> Handler:
+        """Return the handler for `MOST_AT_ONCE` clients of debug pages at the same time."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
             if self._in_flight >= MOST_AT_ONCE:
                 text = f"{MOST_AT_ONCE} other clients wait for debug pages; try again\n"
                 return web.Response(status=503, text=text, headers={"Retry-After": "1"})
             self._in_flight += 1
             try:
-                async with self._making:
-                    parts = await _paced(pieces(request))
-                return await send(request, list(parts), {"Content-Type": "application/json"}, whole_s=SEND_S)
+                return await handler(request)
             finally:
                 self._in_flight -= 1
 
@@ -348,11 +356,10 @@ class Admin(HttpPort):
         return _one_piece({"segments": [(path.name, path.stat().st_size) for path in self._segments(request)]})
 
     async def _segment(self, request: web.Request) -> web.StreamResponse:
-        """Send a segment of the journal. The operating system copies the file to the socket, so that a large segment
-        does not delay other work."""
+        """Send a segment of the journal."""
         for path in self._segments(request):
-            if path.name == request.match_info["name"]:
-                return web.FileResponse(path)
+            if path.name == request.match_info["name"] and path.exists():
+                return await send_file(request, path, SEND_S)
         raise web.HTTPNotFound(text="there is no such segment of the journal (any more)\n")
 
 

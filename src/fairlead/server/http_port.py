@@ -24,7 +24,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -267,15 +267,50 @@ async def send(
 ) -> web.StreamResponse:
     """Send the pieces as one response. A client is disconnected if it takes longer than `whole_s` seconds for all or
     `chunk_s` seconds for `chunk` bytes; `None` = no limit."""
+
+    async def write(response: web.StreamResponse) -> None:
+        for piece in pieces:
+            for start in range(0, len(piece), chunk):
+                async with asyncio.timeout(chunk_s):
+                    await response.write(piece[start : start + chunk])
+
+    return await _respond(request, headers, sum(map(len, pieces)), write, whole_s)
+
+
+async def send_file(request: web.Request, path: Path, chunk_s: float, chunk: int = 256 << 10) -> web.StreamResponse:
+    """Send a file as it is now, read in a thread. A client is disconnected if it takes longer than `chunk_s` seconds
+    for `chunk` bytes, or if the file becomes shorter. Raises `OSError`."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+
+        async def write(response: web.StreamResponse) -> None:
+            left = size
+            while left:
+                piece = await asyncio.to_thread(file.read, min(left, chunk))
+                if not piece:
+                    raise TimeoutError
+                left -= len(piece)
+                async with asyncio.timeout(chunk_s):
+                    await response.write(piece)
+
+        return await _respond(request, {"Content-Type": "application/octet-stream"}, size, write)
+
+
+async def _respond(
+    request: web.Request,
+    headers: dict[str, str],
+    length: int,
+    write: Callable[[web.StreamResponse], Awaitable[None]],
+    whole_s: float | None = None,
+) -> web.StreamResponse:
+    """Send a response whose `length` bytes are written by `write`. A `TimeoutError` disconnects the client."""
     response = web.StreamResponse(headers=headers)
-    response.content_length = sum(map(len, pieces))
+    response.content_length = length
     try:
         async with asyncio.timeout(whole_s):
             await response.prepare(request)
-            for piece in pieces if request.method != "HEAD" else ():
-                for start in range(0, len(piece), chunk):
-                    async with asyncio.timeout(chunk_s):
-                        await response.write(piece[start : start + chunk])
+            if request.method != "HEAD":
+                await write(response)
             await response.write_eof()
     except TimeoutError:
         if request.transport is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from msgspec import structs
 from fairlead.core.endpoint import Endpoint
 from fairlead.server import http_port
 from fairlead.server.admin import MAX_DECISIONS, Admin, AdminSources
-from fairlead.server.http_port import HttpPort
+from fairlead.server.http_port import MOST_CONNECTIONS, HttpPort
 
 
 class Sources:
@@ -136,6 +137,36 @@ async def test_the_index_lists_what_exists(visitor: Visitor) -> None:
     assert (await visitor.get("/nothing")).status == 404
     lost = await visitor.get("/v1/chat/completions", "POST")
     assert (lost.status, lost.text.startswith("this is Fairlead's admin port")) == (404, True)
+
+
+async def test_readers_of_the_journal_that_stop_reading_keep_no_file_open(tmp_path: Path) -> None:
+    segment = tmp_path / "a.journal"
+    segment.write_bytes(bytes(16 << 20))
+    admin = Admin(structs.replace(Sources().all, journal=lambda: [segment]), port=0)
+    await admin.start()
+
+    def opened() -> int:
+        links = [Path(link) for link in Path("/proc/self/fd").iterdir()]
+        return sum(link.is_symlink() and os.readlink(link) == str(segment) for link in links)
+
+    readers = []
+    try:
+        for _ in range(MOST_CONNECTIONS + 20):
+            _, writer = await asyncio.open_connection("127.0.0.1", admin.port, limit=1024)
+            writer.write(b"GET /debug/journal/a.journal HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            readers.append(writer)
+        async with asyncio.timeout(30):
+            while not opened():
+                await asyncio.sleep(0.01)
+            healthz = f"http://127.0.0.1:{admin.port}/healthz"
+            async with aiohttp.ClientSession() as visitor, visitor.get(healthz) as answer:
+                assert answer.status == 200
+            for writer in readers:
+                writer.transport.abort()
+            while opened():
+                await asyncio.sleep(0.01)
+    finally:
+        await admin.close()
 
 
 async def test_the_journal_is_told_segment_by_segment(tmp_path: Path) -> None:
