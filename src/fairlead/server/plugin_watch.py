@@ -121,7 +121,7 @@ class PluginWatch:
     def _log(self) -> None:
         frame = sys._current_frames().get(self._thread_id)
         call, code = _plugin_call(frame)
-        code = code or (frame.f_code if frame is not None else None)
+        code = code or _place(frame)
         if call is not None:
             self.count += 1
         where = (
@@ -147,7 +147,16 @@ def _plugin_call(frame: FrameType | None) -> tuple[FrameType | None, CodeType | 
     while frame is not None and frame.f_code is not _CALL:
         code = code if _own(frame.f_code) else frame.f_code
         frame = frame.f_back
-    return frame, code
+    return frame, code if frame is not None else None
+
+
+def _place(frame: FrameType | None) -> CodeType | None:
+    """Return the innermost code of this package, else the innermost code."""
+    innermost = frame
+    while frame is not None and not _own(frame.f_code):
+        frame = frame.f_back
+    place = frame or innermost
+    return None if place is None else place.f_code
 
 
 def _own(code: CodeType) -> bool:

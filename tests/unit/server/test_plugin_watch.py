@@ -1,6 +1,8 @@
 """A plugin that never returns is interrupted, and the event loop goes on."""
 
 import asyncio
+import logging
+import time
 from random import Random
 from threading import Thread
 from typing import Any
@@ -11,7 +13,7 @@ from fairlead.core.canary import Canary
 from fairlead.core.errors import NeverReturned, PluginError
 from fairlead.core.fairness import Strict
 from fairlead.core.flow import Waiting
-from fairlead.core.policy import Context, Picked, choose_or_raise, clamped, notified
+from fairlead.core.policy import Context, Key, Picked, choose_or_raise, clamped, notified
 from fairlead.core.profile import Profile
 from fairlead.plugins.guarding import GuardedCeiling, GuardedFairness, GuardedOrdering, Measuring, Parsing
 from fairlead.plugins.params import NoParams
@@ -20,7 +22,7 @@ from fairlead.plugins.policies.by_load import LeastRequests
 from fairlead.server import plugin_watch
 from fairlead.server.observe.log import LogfmtFormatter
 from fairlead.server.plugin_watch import PluginWatch, watched
-from fairlead.testing import endpoint, fleet, request
+from fairlead.testing import cycle, endpoint, fleet, request
 
 WAITING = Waiting(request(), 0.0, 60.0, 1.0, 1)
 
@@ -188,3 +190,16 @@ async def test_one_that_goes_on_is_named(watch: Any, caplog: pytest.LogCaptureFi
     policy.choose(request(), fleet("e0", "e1"), context())
     (record,) = [record for record in caplog.records if "held up" in record.getMessage()]
     assert "Stubborn.choose (test_plugin_watch.py" in LogfmtFormatter().format(record)
+
+
+async def test_what_is_no_plugin_is_named_by_where_it_is(watch: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def held_up() -> list[logging.LogRecord]:
+        return [record for record in caplog.records if "held up" in record.getMessage()]
+
+    def busy() -> None:
+        deadline = time.monotonic() + 60.0
+        while not held_up() and time.monotonic() < deadline:
+            sum(range(10))
+
+    cycle().once(Key[None]("busy"), busy)
+    assert 'plugin=false where="Cycle.once (policy.py, line' in LogfmtFormatter().format(held_up()[0])
