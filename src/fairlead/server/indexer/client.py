@@ -31,7 +31,7 @@ from fairlead.server.indexer.wire import MSGPACK, Answer, StateAnswer, read_answ
 FAILURES, POLL, POLL_MOST, POLL_TIMEOUT = 3, 0.5, 5.0, 2.0
 PAUSE, PAUSE_MOST = 0.5, 8.0
 MOST_ASKED = 64
-MAX_ANSWER, MAX_STATE = 4 << 20, 64 << 20
+MAX_BYTES = 4 << 20
 #: Results of questions: late = no answer within the budget; down = not sent, because the indexer did not answer before;
 #: busy = not sent, because too many questions were open.
 RESULTS = ("answered", "late", "failed", "down", "busy")
@@ -87,7 +87,7 @@ class IndexClient:
         started = perf_counter()
         try:
             async with asyncio.timeout(self.budget):
-                body = await self._call("POST", "/query", MAX_ANSWER, write(fields, MSGPACK))
+                body = await self._call("POST", "/query", MAX_BYTES, write(fields, MSGPACK))
             answer = read_answer(body)
         except TimeoutError:
             ends["late"] += 1
@@ -123,7 +123,7 @@ class IndexClient:
         while True:
             try:
                 async with asyncio.timeout(POLL_TIMEOUT):
-                    state = read_state(await self._call("GET", "/state", MAX_STATE))
+                    state = read_state(await self._call("GET", "/state", MAX_BYTES))
             except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
                 self._down(str(error) or f"no state within {POLL_TIMEOUT:g} s")
                 wait = min(2 * wait, POLL_MOST)
