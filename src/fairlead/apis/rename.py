@@ -47,15 +47,17 @@ def ends_escaping(data: bytes, position: int, stop: int) -> bool:
 # Maps the model's name back in a response that arrives in chunks, which may be cut anywhere.
 #
 # Rules
-# * A client that asked for A reads A: every `"model": "B"` becomes `"model": "A"`, and no other byte changes. B is any
-#   name, because engines answer with another than they are asked for: vLLM with its first `--served-model-name`. The
-#   same text inside a string or at a greater depth is left alone.
-# * Names are looked for at the top level of a JSON document, and in its member `response` (events of the Responses
-#   API) or `message` (Anthropic's `message_start`).
+# * A client that asked for A reads A: the first `"model": "B"` of a document becomes `"model": "A"`, and no other byte
+#   changes. B is any name, because engines answer with another than they are asked for: vLLM with its first
+#   `--served-model-name`. The same text inside a string or at a greater depth is left alone.
+# * The name is looked for at the top level of a JSON document, and in its member `response` (events of the Responses
+#   API) or `message` (Anthropic's `message_start`). Behind it nothing is read: a megabyte of log-probabilities would
+#   take 85 ms. Nor behind `_MOST_TOKENS` without a name.
+# * A body that is no stream is one document.
 # * All bytes are passed on immediately, except a name that is not complete, of up to `_LONGEST` bytes: what is longer
 #   is no name. So a stream is never delayed, and memory is bounded.
 # * In a stream (`text/event-stream`), each event has one document: its `data:` lines, joined by line ends. LF, CR and
-#   CRLF end a line (HTML Living Standard §9.2.6). A bare line with an object counts too, as for `UsageScanner`.
+#   CRLF end a line (HTML Living Standard §9.2.6). A bare line with an object is a document, as for `UsageScanner`.
 # * A document that is not a JSON object passes unread. The time is linear for any bytes.
 #
 # Theory. As in `splice.model_member`, strings and brackets show the depth. Only the objects named above are read more
@@ -71,6 +73,8 @@ _NESTED = (b'"response"', b'"message"')
 _MODEL = b'"model"'
 #: The longest name, as it is written. Names may be paths.
 _LONGEST = 4096
+#: The most brackets and quotes of a document without a name: those of ten thousand embeddings. They take 0.2 s.
+_MOST_TOKENS = 100_000
 #: Longer keys are not compared: none of the keys above is that long, even with every character escaped.
 _MAX_KEY = 64
 
@@ -80,16 +84,14 @@ _START, _OUT, _STRING, _KEY, _NAME, _UNREAD = range(6)
 _DATA = b"data:"
 #: Longest beginning of an event that is remembered, in bytes.
 _MAX_BEGINNING = 2048
-#: If the rest of an event contains one of these, it must be scanned.
-_NOT_KNOWN = (b'"model"', b"\\u")
 
 
 class _Documents:
     """Scans documents. `begin` a chunk and `scan` its ranges; `finish` returns the bytes to pass on."""
 
     __slots__ = (
-        "_chunk", "_depth", "_escaped", "_held", "_in_value", "_kept", "_key", "_mode", "_named", "_out",
-        "_same_length", "_shown", "found_at", "matches", "written",
+        "_chunk", "_depth", "_escaped", "_held", "_in_value", "_kept", "_key", "_left", "_mode", "_named",
+        "_out", "_same_length", "_shown", "found_at", "matches", "written",
     )  # fmt: skip
 
     def __init__(self, shown: str, same_length: bool) -> None:
@@ -115,6 +117,8 @@ class _Documents:
         self._named = 1
         self._in_value = False
         self._escaped = False
+        #: How many tokens may still be read.
+        self._left = _MOST_TOKENS
         self._key.clear()
 
     def release(self) -> None:
@@ -174,6 +178,10 @@ class _Documents:
         return match.end()
 
     def _token(self, position: int, stop: int) -> int:
+        self._left -= 1
+        if not self._left:
+            self.give_up()
+            return stop
         near = self._depth <= self._named
         match = (_NEAR if near else _FAR).search(self._chunk, position, stop)
         if match is None:
@@ -194,7 +202,7 @@ class _Documents:
         elif byte in b"}]":
             self._depth -= 1
             if self._depth == 0:
-                self.reset()
+                self.give_up()
             elif self._depth <= self._named:
                 self._named = min(self._named, self._depth)
                 self._in_value = True
@@ -239,12 +247,11 @@ class _Documents:
         self._kept = end
         self._held += chunk[begin:end]
         if closed:
-            self._mode = _OUT
             if not self._same_length or len(self._held) == len(self._shown):
                 self.matches += 1
                 self.found_at, self.written = end, bytes(self._held)
                 self._held[:] = self._shown
-            self.release()
+            self.give_up()
         elif len(self._held) > _LONGEST:
             self._mode = _STRING
             self.release()
@@ -312,13 +319,12 @@ class ModelRenamer:
                 position = self._line_end(chunk, position)
 
     def _known(self, chunk: bytes, position: int) -> int:
-        """Skip events that begin like an earlier one and contain no other name, because the scan would reach the same
-        point from an equal beginning. An escaped key contains `\\u`."""
+        """Skip events that begin like an earlier one, because the scan would find the name at the same place."""
         known, documents = self._beginning, self._documents
         while known and chunk.startswith(known, position):
             start = position + len(known)
             end = chunk.find(b"\n\n", start)
-            if end < 0 or any(chunk.find(token, start, end) >= 0 for token in _NOT_KNOWN):
+            if end < 0:
                 break
             documents.replace(start - len(self._name), start)
             self._after_cr = False
@@ -339,6 +345,8 @@ class ModelRenamer:
                 self._line = True
             return position + 1
         self._line = self._matched == 0 and byte == 0x7B
+        if self._line:
+            self._documents.reset()
         return position
 
     def _line_end(self, chunk: bytes, position: int) -> int:

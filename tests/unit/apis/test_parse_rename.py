@@ -40,10 +40,9 @@ def test_stream(ends: bytes) -> None:
         (b'{"model":"/models/first \\"name\\""}', b'{"model":"c"}'),
         # Anthropic's and the Responses API's events
         (b'{"type":"message_start","message":{"model":"t"}}', b'{"type":"message_start","message":{"model":"c"}}'),
-        (b'{"response":{"a":[{}],"model":"t"},"model":"t"}', b'{"response":{"a":[{}],"model":"c"},"model":"c"}'),
-        # several documents one after another
-        (b'{"model":"t"}\n{"model":"t"}\n', b'{"model":"c"}\n{"model":"c"}\n'),
-        (b'{"model":"t","model":"x","model":"t"}', b'{"model":"c","model":"c","model":"c"}'),
+        (b'{"response":{"a":[{}],"model":"t"},"b":1}', b'{"response":{"a":[{}],"model":"c"},"b":1}'),
+        # the first name of a document
+        (b'{"model":"t","model":"x"}{"model":"t"}', b'{"model":"c","model":"x"}{"model":"t"}'),
     ],
 )
 def test_names(body: bytes, wanted: bytes) -> None:
@@ -96,7 +95,8 @@ def test_nothing_is_held_but_what_may_be_the_name() -> None:
 
 def test_a_body_that_must_keep_its_length() -> None:
     renamer = ModelRenamer("client's", False, same_length=True)
-    assert renamer.feed(b'{"model":"of-8-len"}{"model":"t"}') == b'{"model":"client\'s"}{"model":"t"}'
+    assert renamer.feed(b'{"model":"of-8-len"}') == b'{"model":"client\'s"}'
+    assert ModelRenamer("client's", False, same_length=True).feed(b'{"model":"t"}') == b'{"model":"t"}'
 
 
 def test_memory_is_bounded() -> None:
@@ -121,3 +121,9 @@ def test_hostile_bytes_take_linear_time(unit: bytes, stream: bool) -> None:
     renamer = ModelRenamer("t", stream)
     pieces = [renamer.feed(body[i : i + 1000]) for i in range(0, len(body), 1000)]
     assert b"".join(pieces) + renamer.feed(b"", end=True) == body
+
+
+def test_a_document_with_many_brackets_and_no_name_is_not_read_to_its_end() -> None:
+    few, many = (b'{"data":[%b[]],"model":"t"}' % (b"[]," * count) for count in (1000, 100_000))
+    assert ModelRenamer("c", False).feed(few) == few.replace(b'"t"', b'"c"')
+    assert ModelRenamer("c", False).feed(many) == many

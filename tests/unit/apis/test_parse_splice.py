@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from fairlead.apis.body import SALVAGE_LIMIT
 from fairlead.apis.multipart import read_form
 from fairlead.apis.splice import splice_model
 
@@ -117,3 +118,28 @@ def test_no_name_breaks_out_of_its_field() -> None:
 def test_hostile_forms_take_linear_time(unit: bytes) -> None:
     # Quadratic work on these 2 MB would take hours.
     assert splice_model(unit * (2_000_000 // len(unit)), "new", FORM) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "spliced"),
+    [
+        (b'{"x":NaN,"model":"old"}', b'{"x":NaN,"model":"new"}'),
+        (b'{"x":"\xed\xa0\xbd","model" : "old" } ', b'{"x":"\xed\xa0\xbd","model" : "new" } '),
+        (b'{"model":"a","x":[{"model":"b"},NaN]}', b'{"model":"new","x":[{"model":"b"},NaN]}'),
+        (b'{"mod\\u0065l":"\\ud83d","x":1}', b'{"mod\\u0065l":"new","x":1}'),
+        (b'{"x":NaN}', b'{"model":"new","x":NaN}'),
+        (b'\xef\xbb\xbf { "x": Infinity , "model": null}', b'\xef\xbb\xbf { "x": Infinity , "model": "new"}'),
+        (b'{"x":NaN}}', None),
+        (b'{"x":NaN "model":"a"}', None),
+        (b'{"x":NaN,}', None),
+        (b'{"x":NaN,"model":5}', None),
+        (b'{"x":' + b"[" * 100_000, None),
+    ],
+)
+def test_what_only_python_reads(body: bytes, spliced: bytes | None) -> None:
+    assert splice_model(body, "new") == spliced
+
+
+def test_such_a_body_is_not_read_if_it_is_large() -> None:
+    assert splice_model(b'{"x":NaN,"y":"%b","model":"old"}' % (b"y" * SALVAGE_LIMIT), "new") is None
+    assert splice_model(b'{"x":0,"y":"%b","model":"old"}' % (b"y" * SALVAGE_LIMIT), "new") is not None
