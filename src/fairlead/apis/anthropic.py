@@ -1,6 +1,7 @@
 """Anthropic's Messages API: `/v1/messages` and `/v1/messages/count_tokens`."""
 
 import re
+from itertools import islice
 from typing import TypeVar
 
 from msgspec import Raw
@@ -30,10 +31,10 @@ _NO_EFFORT = Raw(b'"none"')
 #: The cache mark, with which a client says how much of the prompt its provider shall cache. It is not part of the
 #: prompt, and it moves with every turn, so it would change the bytes of a message from turn to turn. Clients that sort
 #: the members of an object send it first.
-_MARK = re.compile(
-    rb',\s{0,99}+"cache_control":\s?\{[^{}]{0,160}+\}'
-    rb'|(?<=\{)(\s{0,99}+)"cache_control":\s?\{[^{}]{0,160}+\}\s{0,99}+,\s{0,99}+'
-)
+_MARK = re.compile(rb'"cache_control":\s?\{[^{}]{0,160}+\}')
+_COMMA = re.compile(rb"\s{0,99}+,\s{0,99}+")
+#: More marks than that stay; Anthropic allows four.
+_MOST_MARKS = 10_000
 
 
 @reading(_read)
@@ -80,5 +81,19 @@ T = TypeVar("T", bytes, memoryview)
 
 
 def _unmarked(text: T) -> T | bytes:
-    """The text without cache marks; copied only if it has any."""
-    return text if _MARK.search(text) is None else _MARK.sub(rb"\1", bytes(text))
+    """The text without cache marks; copied only if it has any. A mark goes with the comma before it, or, if it is the
+    first member, behind it."""
+    kept, position = list[bytes | memoryview](), 0
+    for mark in islice(_MARK.finditer(text), _MOST_MARKS):
+        start, end = mark.span()
+        space = bytes(text[max(start - 100, position) : start])
+        before = space.rstrip()
+        if before.endswith(b","):
+            start -= len(space) - len(before) + 1
+        elif before.endswith(b"{") and (comma := _COMMA.match(text, end)):
+            end = comma.end()
+        else:
+            continue
+        kept.append(text[position:start])
+        position = end
+    return b"".join((*kept, text[position:])) if kept else text
