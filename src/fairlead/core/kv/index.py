@@ -30,8 +30,6 @@ from fairlead.core.kv.tiers import Tier
 #: Dead shelves beyond this number are taken apart immediately, so that a rank which clears all the time cannot make the
 #: list grow.
 _MOST_DEAD = 1024
-#: Segments of address space reserved for a shelf: 64 k blocks, 2 MB that cost nothing until used.
-_SHELF_RESERVE = 128
 #: Names of adapters that are remembered, those that were named last.
 _MOST_ADAPTERS = 10_000
 #: Segments in which used blocks are spared, per search for blocks to evict.
@@ -175,7 +173,7 @@ class KvIndex:
                     raise ValueError(f"group {group} is one more than {MOST_GROUPS}")
                 unit = cache.units[group] = self.matcher.new_unit(cache)
             self._shelf_numbers += 1
-            table = Table(("u8", "u2"), _SHELF_RESERVE, self.max_blocks // (SEGMENT // 4) + 2)
+            table = Table(("u8", "u2"), limit=self.max_blocks // (SEGMENT // 4) + 2)
             shelf = Shelf(cache, group, tier, unit, self._shelf_numbers, table)
             cache.shelves[group, tier] = shelf
             self._give_bit(shelf)

@@ -64,9 +64,10 @@ def spread(key: int) -> int:
 
 
 class Table:
-    """`dtypes`: unsigned type of each column. `reserve`: segments of address space to reserve. `limit`: the maximum."""
+    """`dtypes`: unsigned type of each column. `reserve`: segments of address space to reserve, which take memory at once
+    where the allocator has freed memory to reuse. `limit`: the maximum."""
 
-    def __init__(self, dtypes: Sequence[str], reserve: int = 64, limit: int = 1 << 16) -> None:
+    def __init__(self, dtypes: Sequence[str], reserve: int = 1, limit: int = 1 << 16) -> None:
         self.live = 0
         self._dtypes = tuple(dtypes)
         self._limit = limit

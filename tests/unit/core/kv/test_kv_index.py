@@ -1,6 +1,7 @@
 """Rules of the exact index that the captured streams do not show."""
 
 import random
+import tracemalloc
 from array import array
 
 import msgspec
@@ -475,6 +476,19 @@ def test_clearing_is_at_once_and_cleaning_in_pieces() -> None:
         pieces += 1
     assert pieces > 15 and one.index.entries == 50
     one.index.validate()
+
+
+def test_a_rank_that_clears_all_the_time_takes_little_memory() -> None:
+    index, content = Fixture().index, tokens(0)
+    cache = index.rank(0, 0, "m")
+    tracemalloc.start()
+    for _ in range(50):  # its publisher is always busy, so nothing is taken apart meanwhile
+        for group in range(4):
+            apply(index, cache, BlocksStored([100], 0, content, BLOCK, group=group), 0.0)
+        apply(index, cache, AllCleared(), 0.0)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken < 1.5 * index.nbytes < 10_000_000
 
 
 def test_the_bound_is_kept_and_used_prompts_stay() -> None:

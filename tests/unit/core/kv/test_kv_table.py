@@ -54,7 +54,8 @@ def test_many_at_once() -> None:
     rng = random.Random(1)
     keys = np.array([rng.getrandbits(64) for _ in range(5000)], np.uint64)
     for key in keys.tolist():
-        table.columns[0][table.enter(key)] = 7
+        at = table.enter(key)
+        table.columns[0][at] = 7
     positions = table.find_many(keys)
     assert (table.vectors[0][positions] == 7).all() and len(set(positions.tolist())) == 5000
     table.remove_many(positions[:4000])
