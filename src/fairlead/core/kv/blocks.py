@@ -182,16 +182,16 @@ class BlockTable:
         for column in (self.table.keys, *self.table.columns):
             column[0] = 0
 
-    def store(self, shelf: Shelf, hashes: Sequence[int], keys: Sequence[int], depth: int, copies: bool) -> int:
-        """Store consecutive blocks from `depth` on. Return how many are new on the shelf. `copies`: whether blocks that
-        are already there get one more copy.
+    def store(self, shelf: Shelf, hashes: Sequence[int], keys: Sequence[int], depth: int, copies: int) -> int:
+        """Store consecutive blocks from `depth` on. Return how many are new on the shelf. `copies`: how many of each
+        are stored; 0 = one of those that are not there yet.
 
         Blocks without room are left out and counted as refused.
         """
         since = shelf.cache.counts
         shelf_table, blocks, joined = shelf.table, self.table, self.holders.joined
         enter, enter_block = shelf_table.enter, blocks.enter
-        bit = shelf.bit
+        bit, first = shelf.bit, min(max(copies, 1), MOST_COPIES)
         new = refused = conflicts = 0
         for digest, key in zip(hashes, keys, strict=True):
             depth += 1
@@ -201,7 +201,7 @@ class BlockTable:
                     conflicts += shelf_table.columns[0][~place] != key
                     count = shelf_table.columns[1]
                     if copies and count[~place] < MOST_COPIES:
-                        count[~place] += 1
+                        count[~place] = min(count[~place] + copies, MOST_COPIES)
                     continue
                 block = enter_block(key)
             except TableFull:
@@ -214,7 +214,7 @@ class BlockTable:
                 block = ~block
             keys_column, counts = shelf_table.columns
             keys_column[place] = key
-            counts[place] = 1
+            counts[place] = first
             new += 1
             sets, _, used = blocks.columns
             number = sets[block]
@@ -224,7 +224,7 @@ class BlockTable:
             used[block] = 1
         since.refused += refused
         since.conflicts += conflicts
-        since.copied += len(hashes) - new - refused
+        since.copied += max(copies, 1) * (len(hashes) - refused) - new
         since.stored += new
         return new
 

@@ -16,6 +16,7 @@ Rules
 
 from collections import Counter, deque
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -30,6 +31,8 @@ from fairlead.core.kv.tiers import Tier
 #: Dead shelves beyond this number are taken apart immediately, so that a rank which clears all the time cannot make the
 #: list grow.
 _MOST_DEAD = 1024
+#: Orphans of one parent that are stored in one call of `tend`.
+_ADOPTED_AT_ONCE = 100
 #: Names of adapters that are remembered, those that were named last.
 _MOST_ADAPTERS = 10_000
 #: Segments in which used blocks are spared, per search for blocks to evict.
@@ -70,7 +73,6 @@ class KvIndex:
         self.admitted = self.evicted = 0
         self._shelf_numbers = 0
         self._dead: deque[Shelf] = deque()
-        self._parents: deque[tuple[str, int, int, int]] = deque()
 
     # ---------------------------------------------------------------- endpoints and ranks
 
@@ -179,12 +181,13 @@ class KvIndex:
             self._give_bit(shelf)
         return shelf
 
-    def store(self, shelf: Shelf, hashes: list[int], keys: list[int], depth: int) -> int:
-        """Store consecutive blocks, at most a few hundred, the first one `depth` blocks after the beginning. Return how
-        many are new on the shelf."""
+    def store(self, shelf: Shelf, hashes: list[int], keys: list[int], depth: int, copies: int = 1) -> int:
+        """Store so many copies of consecutive blocks, at most a few hundred, the first one `depth` blocks after the
+        beginning. Return how many are new on the shelf."""
         if shelf.dead:
             return 0
-        copies = shelf.cache.slot != EVERYONE  # shared storage has one copy, whoever reports it
+        if shelf.cache.slot == EVERYONE:  # shared storage has one copy, whoever reports it
+            copies = 0
         admitted = self.blocks.store(shelf, hashes, keys, depth, copies)
         self.entries += admitted
         self.admitted += admitted
@@ -192,10 +195,7 @@ class KvIndex:
             for digest, key in zip(hashes, keys, strict=True):
                 tail.name(digest, key)
         if len(self.orphans):
-            model = shelf.cache.model
-            for index, digest in enumerate(hashes):
-                if self.orphans.waiting(model, digest):
-                    self._parents.append((model, digest, keys[index], depth + index + 1))
+            self.orphans.stored(shelf.cache.model, hashes, keys, depth)
         total = self.entries + len(self.orphans)
         # The use of blocks only matters for evictions, which begin when the index is full.
         self.matcher.note_use = 4 * total > 3 * self.max_blocks
@@ -285,33 +285,29 @@ class KvIndex:
     @property
     def idle(self) -> bool:
         """Whether `tend` has nothing to do."""
-        return not self._dead and not self._parents
+        return not self._dead and not self.orphans.found
 
     def tend(self, now: float) -> bool:
         """Do a part of the deferred work (at most 0.3 ms). Return whether there is more."""
-        if self._parents:
-            self._adopt_one()
+        if self.orphans.found:
+            self._adopt_some()
         elif self._dead:
             self._take_apart()
         self.orphans.expire(now)
         self.speculation.expire(now)
         return not self.idle
 
-    def _adopt_one(self) -> None:
+    def _adopt_some(self) -> None:
         """Store some of the orphans of one parent."""
-        model, parent, key, depth = self._parents.popleft()
+        (model, parent), (key, depth) = next(iter(self.orphans.found.items()))
         space = self.space
-        for count, orphan in enumerate(self.orphans.adopt(model, parent)):
+        for orphan in islice(self.orphans.adopt(model, parent), _ADOPTED_AT_ONCE):
             shelf = orphan.shelf
             if not shelf.dead:
                 root = space.root(model, orphan.lora)
                 extras = [orphan.extras] if orphan.extras else None
                 keys = space.keys(key, root, [orphan.digest], orphan.tokens, orphan.block_size, extras)
-                for _ in range(orphan.copies):
-                    self.store(shelf, [orphan.digest], keys, depth)
-            if count >= 100:
-                self._parents.appendleft((model, parent, key, depth))
-                return
+                self.store(shelf, [orphan.digest], keys, depth, orphan.copies)
 
     def _take_apart(self) -> None:
         shelf = self._dead[0]

@@ -39,6 +39,9 @@ _DEEPEST = 20
 #: How many more top bits than even keys need may be used to part uneven ones. A directory is then about as large as its
 #: segments.
 _UNEVEN = 9
+#: By how much the room for segments grows. Doubling would leave more freed memory that nothing fits into: 12 bytes per
+#: block of an index whose tables grow together.
+_GROWTH = 4
 _PLACE = SEGMENT - 1
 _GROUP_START = SEGMENT - GROUP
 _IN_GROUP = GROUP - 1
@@ -64,7 +67,7 @@ def spread(key: int) -> int:
 
 
 class Table:
-    """`dtypes`: unsigned type of each column. `reserve`: segments of address space to reserve, which take memory at once
+    """`dtypes`: unsigned type of each column. `reserve`: segments of address space to reserve; they take memory at once
     where the allocator has freed memory to reuse. `limit`: the maximum."""
 
     def __init__(self, dtypes: Sequence[str], reserve: int = 1, limit: int = 1 << 16) -> None:
@@ -248,7 +251,7 @@ class Table:
             self._shift -= 1
         new = self.segments
         if new == self._capacity:
-            self._allocate(min(2 * new, self._limit))
+            self._allocate(min(_GROWTH * new, self._limit))
         self.segments += 1
         depth = self._depths[segment] + 1
         self._depths[segment] = depth

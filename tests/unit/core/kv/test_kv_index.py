@@ -1,6 +1,7 @@
 """Rules of the exact index that the captured streams do not show."""
 
 import random
+import time
 import tracemalloc
 from array import array
 
@@ -349,6 +350,33 @@ def test_orphans_wait_for_their_parent_even_from_elsewhere() -> None:
     assert len(one.index.orphans) == 0
     one.apply(BlocksStored([100, 101, 102], 0, tokens(0, 1, 2), BLOCK))
     assert one.depths(range(8)) == [7, 3, 0]
+
+
+def test_a_parent_that_is_stored_again_and_again_is_noted_once() -> None:
+    index, orphan, parent = Fixture().index, BlocksStored([101], 100, tokens(1), BLOCK), tokens(0)
+    cache = index.rank(0, 0, "m")
+    for _ in range(1000):  # its publisher is always busy, so no orphan is adopted meanwhile
+        apply(index, cache, orphan, 0.0)
+        apply(index, cache, BlocksStored([100], 0, parent, BLOCK), 0.0)
+        assert len(index.orphans.found) == 1
+        apply(index, cache, BlocksRemoved([101]), 0.0)
+        assert index.idle
+        apply(index, cache, BlocksRemoved([100]), 0.0)
+
+
+def test_an_orphan_with_many_copies_is_adopted_in_no_time() -> None:
+    one = Fixture()
+    one.store(range(1, 2), parent=100)
+    (waiting,) = one.index.orphans.adopt("m", 100)
+    for _ in range(300_000):
+        one.index.orphans.add(waiting)
+    apply(one.index, one.cache(), BlocksStored([100], 0, tokens(0), BLOCK), 0.0)
+    started = time.thread_time()
+    assert not one.index.tend(0.0)
+    assert time.thread_time() - started < 0.5
+    one.apply(BlocksRemoved([101]))
+    assert one.depths(range(2)) == [2, 0, 0]
+    assert one.cache().counts.copied == 299_999
 
 
 def test_orphans_of_large_blocks_are_bounded_by_their_bytes() -> None:
