@@ -2,20 +2,23 @@
 
 A readable socket only queues its worker. One callback serves the queue in turn until its time is up, lets the loop run
 other callbacks, and continues. With one callback per socket, the times would add up: a hundred callbacks of half a
-millisecond would hold the loop for 50 ms.
+millisecond would hold the loop for 50 ms. After a turn with a long step, which a publisher's batches may need again and
+again, the next turn waits for as long: other callbacks need many turns of the loop.
 """
 
 import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Protocol
 
 log = logging.getLogger(__name__)
 
 #: Steps of a worker before the next worker's turn.
 _TURN = 16
+#: A turn that used so many times the permitted time is followed by a pause.
+_LONG = 2.0
 
 
 class Worker(Protocol):
@@ -28,7 +31,7 @@ class Worker(Protocol):
 
 class Pump:
     """Runs workers. `hold`: the longest time to hold the loop, in seconds. `tend`: a step of background work, done when
-    no worker has work."""
+    no worker has work. `worked`: the clock for pauses, which does not count the work of other processes."""
 
     def __init__(
         self,
@@ -36,9 +39,13 @@ class Pump:
         hold: float,
         tend: Callable[[float], bool],
         timer: Callable[[], float] = perf_counter,
+        worked: Callable[[], float] = thread_time,
     ) -> None:
         self._loop = loop
         self._timer = timer
+        self._worked = worked
+        #: No turn before this time of the loop's clock.
+        self._pause_until = 0.0
         self._hold = hold
         self._tend = tend
         self._ready: deque[Worker] = deque()
@@ -67,14 +74,20 @@ class Pump:
 
     def _schedule(self) -> None:
         if self._scheduled is None:
-            self._scheduled = self._loop.call_soon(self._run)
+            if self._loop.time() < self._pause_until:
+                self._scheduled = self._loop.call_at(self._pause_until, self._run)
+            else:
+                self._scheduled = self._loop.call_soon(self._run)
 
     def _run(self) -> None:
-        self._scheduled = None
+        self._scheduled, began = None, self._worked()
         now, until = self._loop.time(), self._timer() + self._hold
         more = True
         while more and self._timer() < until:
             more = self._turn(now, until) if self._ready else self._tend(now)
+        spent = self._worked() - began
+        if spent > _LONG * self._hold:
+            self._pause_until = self._loop.time() + spent
         if more:
             self._schedule()
 

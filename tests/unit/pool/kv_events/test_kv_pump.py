@@ -1,6 +1,7 @@
 """Sharing the loop: turns, budget, background work."""
 
 import asyncio
+import time
 
 from fairlead.pool.kv_events.pump import Pump
 
@@ -61,6 +62,30 @@ async def test_the_loop_serves_others_in_between() -> None:
     loop.call_soon(other)
     await settle()
     assert log.count("-") >= 10
+
+
+async def test_others_get_as_much_time_as_long_steps() -> None:
+    log = list[str]()
+    loop = asyncio.get_running_loop()
+    pump = Pump(loop, 0.0005, lambda now: False)
+
+    class Slow(Job):
+        def step(self, now: float) -> bool:
+            until = time.thread_time() + 0.02
+            while time.thread_time() < until:
+                pass
+            return super().step(now)
+
+    first, second = Slow("a", 5, log, [0.0]), Slow("b", 1, log, [0.0])
+    pump.wake(first)
+    pauses, turn = 0.0, loop.time()
+    while len(log) < 6:
+        before = len(log)
+        await asyncio.sleep(0)
+        pauses, turn = pauses + (loop.time() - turn if before == len(log) else 0.0), loop.time()
+        if before != len(log) == 5:
+            pump.wake(second)  # it has waited for nothing, but the turn before was a long one
+    assert log == [*"aaaaab"] and pauses > 0.08
 
 
 async def test_background_work_is_done_when_nobody_has_any() -> None:

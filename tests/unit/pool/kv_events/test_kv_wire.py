@@ -171,7 +171,7 @@ def test_extra_keys_of_many_blocks_are_read_in_pieces() -> None:
         (stored(extra_keys=[["a"] * 10_000]), "too many"),
         (stored(extra_keys=[["a" * 300_000]]), "bytes for 1 blocks"),
         (stored(extra_keys=[["a"], ["a"]]), "1 blocks, but extra keys for 2"),
-        (stored(block_hashes=[-1] * 900_000), "900000 block hashes in one event"),
+        (stored(block_hashes=[-1] * 900_000), "`array` of length <= 131072 - at `$.block_hashes`"),
     ],
     ids=["blocks", "entries", "bytes", "two", "hashes"],
 )
