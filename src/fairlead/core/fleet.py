@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
-from math import inf, log2
+from math import inf, log2, log10
 from typing import cast
 
 import numpy as np
@@ -33,8 +33,8 @@ BYTES_SHARE, BYTES_CHANGED = 0.2, 0.02
 #: Failed responses in a row before an endpoint is avoided, and for how many seconds.
 ERRORS_TO_EJECT = 3
 EJECT_SECONDS = 3.0
-#: Prompts that are remembered after they failed, and for how many seconds since the first time.
-FAILED_PROMPTS, FAILED_S = 256, 60.0
+#: Failed requests that are remembered, and for how many seconds.
+FAILED, FAILED_S = 256, 60.0
 #: How much a response counts as a failure if it broke off and it is unknown whether client or endpoint caused that.
 UNFINISHED = 0.25
 #: Seconds, per endpoint, between two blind leases (`Lease.blind`) from which the engine's speed is learned.
@@ -109,8 +109,8 @@ class Fleet:
         self._answered = deque[tuple[float, Lease]](maxlen=ANSWERED)
         #: By slot: the sessions and first blocks of requests whose answers broke off there since the last that ended.
         self._broken_off: dict[int, set[str | int]] = {}
-        #: By prompt: clock seconds when it first failed, and the slots where it did.
-        self._failed: dict[tuple[int, ...], tuple[float, set[int]]] = {}
+        #: Likewise the requests that failed last, where the endpoint was not avoided already.
+        self._failed = deque[tuple[float, Lease]](maxlen=FAILED)
         #: By slot: clock seconds until which the endpoint is avoided, reported by other schedulers and found by us.
         self._avoided: dict[int, list[float]] = {}
 
@@ -371,9 +371,10 @@ class Fleet:
             table.kv[slot] = min(table.kv_tokens[slot] / capacity, 1.0) if capacity else 0.0
             table.stale.add(slot)
 
-    def answered(self, slot: int, ok: bool, now: float, own: bool = True) -> None:
+    def answered(self, slot: int, ok: bool, now: float, own: bool = True, blame: float = 1.0) -> None:
         """Count a response that ended. After `ERRORS_TO_EJECT` failures in a row, policies avoid the endpoint for
         `EJECT_SECONDS`, or until a response succeeds. `own`: False = another scheduler reported it (for `SharedFleet`).
+        `blame`: how much a failure counts.
         """
         table = self.table
         if ok:
@@ -382,30 +383,41 @@ class Fleet:
                 self._broken_off.pop(slot, None)
                 self.avoid(slot, -inf)
             return
-        table.errors[slot] += 1
+        known = table.errors[slot]
+        table.errors[slot] = blame + (known if known < ERRORS_TO_EJECT else ERRORS_TO_EJECT - 1)
         table.troubled = True
         if table.errors[slot] >= ERRORS_TO_EJECT:
             # An own reason even if other schedulers reported the failures: it is reported to peers, and one that missed
             # some of those messages learns of it.
             self.avoid(slot, now + EJECT_SECONDS)
 
-    def fails_anywhere(self, lease: Lease, now: float) -> bool:
-        """Note that a request failed. Return whether its prompt is the cause: it failed at several endpoints, one of
-        which answers others. Clients repeat what failed, which would put one endpoint after the other out of use."""
-        prompt = _prompt(lease.request)
-        if not prompt:
-            return False
-        since, slots = self._failed.pop(prompt, (-inf, set[int]()))
-        if now - since > FAILED_S:
-            since, slots = now, set()
-        slots.add(lease.slot)
-        self._failed[prompt] = since, slots
-        if len(self._failed) > FAILED_PROMPTS:
-            del self._failed[next(iter(self._failed))]
-        if len(slots) == 1:
-            return False
-        answered = (done for answered_at, done in self._answered if answered_at > now - FAILED_S and done.slot in slots)
-        return any(_prompt(done.request) != prompt for done in answered)
+    def blame(self, lease: Lease, now: float) -> float:
+        """Note that a request failed. Return how much that tells against its endpoint, 0 to 1.
+
+        Nothing if its prompt failed elsewhere too, and one of these endpoints answers others: clients repeat what
+        failed. Otherwise by the share of requests like it that fail at other endpoints which go on answering: if that
+        is a tenth or less, failures in a row count fully, and else only as much as they are unlikely by chance. So
+        requests that fail everywhere put no endpoint out of use, and one that fails alone is out as soon as ever."""
+        slot, prompt, kind = lease.slot, _prompt(lease.request), _kind(lease)
+        since = max(now - FAILED_S, self._answered[0][0]) if self._answered else now
+        answered, others, good = dict[int, float](), set[int](), ERRORS_TO_EJECT
+        for at, done in self._answered:
+            if at >= since:
+                answered[done.slot] = at
+                if _prompt(done.request) != prompt:
+                    others.add(done.slot)
+                good += done.slot != slot and _kind(done) == kind
+        bad, slots = 0, {slot}
+        for at, failed in self._failed:
+            if at >= since and failed.slot != slot:
+                if prompt and _prompt(failed.request) == prompt:
+                    slots.add(failed.slot)
+                bad += at < answered.get(failed.slot, -inf) and _kind(failed) == kind
+        if self.table.errors[slot] < ERRORS_TO_EJECT:
+            self._failed.append((now, lease))
+        if len(slots) > 1 and not slots.isdisjoint(others):
+            return 0.0
+        return min(-log10(bad / (bad + good)), 1.0) if bad else 1.0
 
     def unfinished(self, lease: Lease, now: float) -> bool:
         """Count a response that broke off for an unknown reason. Return whether it counts as a failure of the endpoint:
@@ -836,6 +848,12 @@ def _marks(request: Request) -> set[str | int]:
     """What brings requests to one endpoint: the session, and the prompt's beginning."""
     marks: set[str | int] = {*request.prefix.hashes[:1]}
     return {*marks, request.session} if request.session else marks
+
+
+def _kind(lease: Lease) -> tuple[str, str, bool]:
+    """What requests have in common that fail for one reason: the client, the model, and, because policies send what is
+    cached to where it is, whether the prompt is new."""
+    return lease.request.fairness_id, lease.request.target_model, lease.hit_tokens > 0
 
 
 def _prompt(request: Request) -> tuple[int, ...]:

@@ -43,6 +43,8 @@ from fairlead.core.table import EndpointTable
 
 #: Facts that may wait to be fetched.
 MOST_FACTS = 65_536
+#: Failures that count less are not reported: other schedulers count each fully.
+REPORTED_BLAME = 0.5
 #: Blocks in a dictionary. Then a new one begins, and each live chain is sent in full once more.
 DICTIONARY = 32_768
 #: Prompts in a snapshot: the last ones sent.
@@ -353,10 +355,10 @@ class SharedFleet(Fleet):
             self.reports.charged(lease)
         return lease
 
-    def answered(self, slot: int, ok: bool, now: float, own: bool = True) -> None:
-        super().answered(slot, ok, now, own)
+    def answered(self, slot: int, ok: bool, now: float, own: bool = True, blame: float = 1.0) -> None:
+        super().answered(slot, ok, now, own, blame)
         endpoint = self.table.endpoints[slot]
-        if own and not ok and endpoint is not None:
+        if own and not ok and blame >= REPORTED_BLAME and endpoint is not None:
             self.reports.failed(endpoint.id)
 
     def avoid(self, slot: int, until: float, own: bool = True) -> None:

@@ -635,16 +635,17 @@ class Pipeline:
     def _answered(self, lease: Lease, ok: bool, now: float) -> None:
         """Count an answer for its endpoint. Who failed in a pair is unknown before the first token, so both may have;
         the next success of each proves that it was the other."""
-        if not ok and self.fleet.fails_anywhere(lease, now):
+        blame = 1.0 if ok else self.fleet.blame(lease, now)
+        if not blame:
             return
-        self.fleet.answered(lease.slot, ok, now)
+        self.fleet.answered(lease.slot, ok, now, blame=blame)
         part = lease.prefill
         if (
             part is not None
             and (ok or lease.first_token_at < 0.0)
             and self.fleet.table.ids[part.slot] == part.endpoint_id
         ):
-            self.fleet.answered(part.slot, ok, now)
+            self.fleet.answered(part.slot, ok, now, blame=blame)
 
     def _ended(
         self,

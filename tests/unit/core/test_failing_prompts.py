@@ -6,7 +6,7 @@ import pytest
 
 from fairlead.core import events as ev
 from fairlead.core.endpoint import Endpoint
-from fairlead.core.fleet import FAILED_PROMPTS, FAILED_S, Fleet
+from fairlead.core.fleet import ERRORS_TO_EJECT, FAILED, FAILED_S, Fleet
 from fairlead.core.instructions import Route
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.profile import Profile
@@ -30,9 +30,10 @@ class Rig:
         for number in range(3):
             self.pipeline.handle(ev.EndpointUp(Endpoint(f"e{number}", f"10.0.0.{number}:8000")))
         self._asked = 0
+        self.random = Random(2)
 
-    def ask(self, prompt: bytes, status: int, times: int = 1) -> list[str]:
-        """Where it was asked."""
+    def ask(self, prompt: bytes, status: int, times: int = 1, broken: str = "") -> list[str]:
+        """Where it was asked. `broken`: answers everything with an error."""
         chain = ChainHasher().chain(b"m", prompt) if prompt else NO_PREFIX
         asked = []
         for _ in range(times):
@@ -43,6 +44,7 @@ class Rig:
             )
             routes = [one for one in self.pipeline.handle(ev.RequestArrived(request)) if isinstance(one, Route)]
             asked += [route.endpoint.id for route in routes]
+            status = 500 if broken in asked else status
             self.pipeline.handle(ev.ResponseEnded(request_id=self._asked, status=status))
         self.pipeline.validate()
         return asked
@@ -73,12 +75,44 @@ def test_failures_of_different_prompts_count() -> None:
     assert rig.avoided() == 3
 
 
+def mixed(rig: Rig, bad: float, times: int, broken: str = "") -> int:
+    """Ask so often; this share fails everywhere, and everything at `broken`. Each prompt is new. Return how often an
+    endpoint was avoided."""
+    avoided = 0
+    for _ in range(times):
+        fails = rig.random.random() < bad
+        rig.ask(SYSTEM + rig.random.randbytes(400), 500 if fails else 200, broken=broken)
+        avoided += rig.avoided()
+    return avoided
+
+
+@pytest.mark.parametrize("bad", [0.3, 0.6, 0.9])
+def test_prompts_that_fail_everywhere_put_nobody_out_though_each_is_new(bad: float) -> None:
+    rig = Rig()
+    mixed(rig, bad, 60)
+    assert mixed(rig, bad, 600) < 60, "of 600"
+
+
+@pytest.mark.parametrize("bad", [0.0, 0.3, 0.6])
+def test_a_server_that_fails_for_everybody_is_put_out_beside_prompts_that_fail_everywhere(bad: float) -> None:
+    rig = Rig()
+    mixed(rig, bad, 200)
+    rig.clock.now += 4.0
+    rounds = 0
+    while not rig.avoided():
+        rounds += 1
+        mixed(rig, bad, 3, broken="e1")
+    assert rounds <= (24 if bad else 3)
+    assert rig.pipeline.fleet.table.errors[1] >= ERRORS_TO_EJECT
+
+
 def test_what_a_prompt_did_is_forgotten() -> None:
     rig = Rig()
     fleet = rig.pipeline.fleet
     rig.ask(SYSTEM, 200, times=3)
     rig.ask(SYSTEM + b"bad" * 99, 500)
-    for number in range(FAILED_PROMPTS):
+    for number in range(FAILED):
+        fleet.table.errors[:] = 0.0
         rig.ask(SYSTEM + b"%04d" % number * 99, 500)
     fleet.table.errors[:] = 0.0
     rig.ask(SYSTEM + b"bad" * 99, 500, times=2)
