@@ -545,12 +545,14 @@ class Fleet:
 
     def move(self, lease: Lease, slot: int, now: float, first_token: bool) -> Lease:
         """Move a lease to `slot`, whose endpoint answers the request instead of the chosen one. It counts as a failure
-        of the chosen endpoint, unless that has left the pool. Return the new lease. `first_token`: it comes now."""
+        of the chosen endpoint, unless that has left the pool, or only takes long although it makes progress. Return the
+        new lease. `first_token`: it comes now."""
         if lease.held:
+            self.ledger.release(lease)
             if now - lease.charged_at > OVERDUE_S and not self.table.suspicion[lease.slot]:
                 self.stalls.hedged_in_vain()
-            self.ledger.release(lease)
-            self.answered(lease.slot, False, now)
+            else:
+                self.answered(lease.slot, False, now)
         if first_token:
             self.stalls.moved(slot, now)
         moved = self.charge(lease.request, slot, now, 0, 2 * lease.growth_tokens)

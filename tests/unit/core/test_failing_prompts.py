@@ -106,6 +106,16 @@ def test_a_server_that_fails_for_everybody_is_put_out_beside_prompts_that_fail_e
     assert rig.pipeline.fleet.table.errors[1] >= ERRORS_TO_EJECT
 
 
+def test_a_hedged_request_of_an_endpoint_that_makes_progress_is_no_failure() -> None:
+    rig = Rig()
+    fleet = rig.pipeline.fleet
+    for waited, failures in ((0.1, 1.0), (9.0, 1.0)):
+        lease = fleet.charge(Request(id=1, arrived=rig.clock.now, prompt_tokens=9), 0, rig.clock.now, 0, 9.0)
+        moved = fleet.move(lease, 1, rig.clock.now + waited, first_token=True)
+        fleet.ledger.release(moved)
+        assert fleet.table.errors[0] == failures
+
+
 def test_what_a_prompt_did_is_forgotten() -> None:
     rig = Rig()
     fleet = rig.pipeline.fleet
