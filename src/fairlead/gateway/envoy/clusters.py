@@ -182,7 +182,7 @@ def clusters(options: Options) -> list[Json]:
     ]
     if options.request_mode == "whole":
         listed.append(_uploads())
-    listed += [_grpc(name, [address], options.tls) for name, address in als(options).items()]
+    listed += [_als(name, address, options.tls) for name, address in als(options).items()]
     if options.jwt is not None and options.jwt.jwks_uri:
         listed.append(_jwks(options.jwt, options.jwks_ca_file))
     return listed
@@ -363,18 +363,7 @@ def _ext_proc(options: Options) -> Json:
             }
         ]
     }
-    cluster["health_checks"] = [
-        {
-            "timeout": "0.5s",
-            "interval": "1s",
-            "no_traffic_interval": "0.1s",
-            "no_traffic_healthy_interval": "1s",
-            "unhealthy_interval": "0.1s",  # a scheduler that starts is queried immediately
-            "unhealthy_threshold": 2,
-            "healthy_threshold": 1,
-            "grpc_health_check": {"service_name": "envoy.service.ext_proc.v3.ExternalProcessor"},
-        }
-    ]
+    cluster["health_checks"] = _health_checks("envoy.service.ext_proc.v3.ExternalProcessor")
     cluster["outlier_detection"] = {
         "consecutive_5xx": 3,
         "consecutive_gateway_failure": 3,
@@ -392,6 +381,31 @@ def _ext_proc(options: Options) -> Json:
     panic = 0 if options.fail_open else 1
     cluster["common_lb_config"] = {"healthy_panic_threshold": {"value": panic}, "update_merge_window": "0s"}
     return cluster
+
+
+def _als(name: str, address: str, tls: Tls | None) -> Json:
+    """The cluster of a receiver of the access log. Of several addresses of a name, only those that answer get entries:
+    others lose them. If none answers the check, all are tried."""
+    cluster = _grpc(name, [address], tls)
+    if not parse_address(address).literal:
+        cluster["health_checks"] = _health_checks("")
+        cluster["common_lb_config"] = {"healthy_panic_threshold": {"value": 1}}
+    return cluster
+
+
+def _health_checks(service: str) -> list[Json]:
+    return [
+        {
+            "timeout": "0.5s",
+            "interval": "1s",
+            "no_traffic_interval": "0.1s",
+            "no_traffic_healthy_interval": "1s",
+            "unhealthy_interval": "0.1s",  # a scheduler that starts is queried immediately
+            "unhealthy_threshold": 2,
+            "healthy_threshold": 1,
+            "grpc_health_check": {"service_name": service},
+        }
+    ]
 
 
 def _grpc(name: str, texts: list[str], tls: Tls | None, ping: bool = False) -> Json:

@@ -189,7 +189,10 @@ def test_admin_is_local_or_absent() -> None:
 
 def test_names_are_resolved_and_literals_are_not() -> None:
     for address, kind in (("epp:9002", "STRICT_DNS"), ("[::1]:9002", "STATIC"), ("unix:/epp.sock", "STATIC")):
-        assert cluster(build(Options(ext_proc=address)), "ext_proc")["type"] == kind
+        bootstrap = build(Options(ext_proc=address, als=address))
+        assert cluster(bootstrap, "ext_proc")["type"] == cluster(bootstrap, "als")["type"] == kind
+        asked = "health_checks" in cluster(bootstrap, "als")
+        assert asked is (kind == "STRICT_DNS"), "which of several addresses takes the access log"
 
 
 def test_tls_checks_the_name_it_dials() -> None:
