@@ -15,6 +15,7 @@ from commands import fairlead
 from tcp import TcpServer
 
 from fairlead import __version__
+from fairlead.__main__ import main as command
 from fairlead.cli import commands
 from fairlead.cli import main as cli
 from fairlead.cli.help import RENAMED_OPTIONS, with_new_names
@@ -336,3 +337,18 @@ def test_an_output_that_nobody_reads_is_no_error(tmp_path: Path, command: list[s
             env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
         )
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_ctrl_c_while_modules_are_imported_prints_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "fairlead.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "fairlead.cli.main", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        command()
+    assert (ended.value.code, capfd.readouterr()) == (130, ("", ""))
