@@ -15,7 +15,7 @@ from commands import fairlead
 from tcp import TcpServer
 
 from fairlead import __version__
-from fairlead.__main__ import main as command
+from fairlead.__main__ import main as started
 from fairlead.cli import commands
 from fairlead.cli import main as cli
 from fairlead.cli.help import RENAMED_OPTIONS, with_new_names
@@ -350,5 +350,5 @@ def test_ctrl_c_while_modules_are_imported_prints_nothing(
     monkeypatch.delitem(sys.modules, "fairlead.cli.main", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
     with pytest.raises(SystemExit) as ended:
-        command()
+        started()
     assert (ended.value.code, capfd.readouterr()) == (130, ("", ""))
