@@ -16,6 +16,7 @@ import pytest
 
 from fairlead.cli.options import opened, with_token
 from fairlead.core.errors import ConfigError
+from fairlead.gateway import tls
 from fairlead.gateway.tls import MOST_SILENT, ServerTls
 from fairlead.server.admin import Admin, AdminSources, admin_access
 from fairlead.server.http_port import Access
@@ -222,8 +223,9 @@ async def test_handshakes_that_never_begin_are_limited(tmp_path: Path) -> None:
     await admin.close()
 
 
-async def test_many_honest_clients_at_once_are_all_served(tmp_path: Path) -> None:
+async def test_many_honest_clients_at_once_are_all_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a restart, when all gateways connect anew."""
+    monkeypatch.setattr(tls, "AGED_S", 60.0)  # this process does both ends of all handshakes, on a busy machine slowly
     await certify(tmp_path)
     admin = await started(tls=ServerTls.from_directory(tmp_path, protocol="http/1.1"))
     context = ssl.create_default_context()
@@ -249,16 +251,16 @@ async def certify(directory: Path) -> None:
 async def test_a_certificate_that_is_not_required_is_used_once_it_is_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="TLS files"):
         ServerTls.from_directory(tmp_path)
-    tls = ServerTls.from_directory(tmp_path, protocol="http/1.1", required=False)
-    admin = await started(tls=tls)
+    optional = ServerTls.from_directory(tmp_path, protocol="http/1.1", required=False)
+    admin = await started(tls=optional)
     url = f"https://127.0.0.1:{admin.port}/metrics"
     async with aiohttp.ClientSession() as session:
         with pytest.raises(aiohttp.ClientError):
             await session.get(url, ssl=False)
-        tls.trouble(1e9)
-        assert "nobody can connect" in tls.trouble(2e9), "missing twice"
+        optional.trouble(1e9)
+        assert "nobody can connect" in optional.trouble(2e9), "missing twice"
         await certify(tmp_path)
-        assert tls.trouble(3e9) == ""
+        assert optional.trouble(3e9) == ""
         async with session.get(url, ssl=False) as response:
             assert response.status == 200
     await admin.close()
