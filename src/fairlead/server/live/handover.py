@@ -105,6 +105,8 @@ class Handover:
                         self._read[name] = await read_at_most(answer.content, state.settings.max_bytes, too_large)
             except (OSError, aiohttp.ClientError, TimeoutError, ValueError) as error:
                 log.debug("cannot read what the leader learned", page=page.rpartition("/")[0], reason=str(error))
+                if not isinstance(error, ValueError):
+                    return  # it is gone or hangs, and each pool's file would take as long
 
     async def _inherit(self) -> None:
         for name, state in self._states().items():

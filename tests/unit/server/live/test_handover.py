@@ -21,7 +21,7 @@ from fairlead.core.events import EndpointUp
 from fairlead.core.request import Request
 from fairlead.pool.kube.elector import Lease
 from fairlead.server.admin import Admin, AdminSources, admin_access
-from fairlead.server.live.handover import Handover, reachable
+from fairlead.server.live.handover import SILENT_S, Handover, reachable
 from fairlead.server.state import StateFile
 
 CONFIG = load("policy: default", need_endpoints=False)
@@ -147,6 +147,21 @@ async def test_a_leader_that_cannot_be_reached_tells_nothing(two: tuple[Replica,
     await asyncio.sleep(0.5)
     assert standby.knows(2)
     assert standby.task is not None and not standby.task.done()
+
+
+async def test_a_leader_that_hangs_is_not_waited_for_once_a_pool(tmp_path: Path) -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    standby = await Replica(tmp_path, "c.state", "pool 0").start()
+    standby.states.update({f"pool {number}": standby.file for number in range(1, 8)})
+    async with await asyncio.start_server(silent, "127.0.0.1") as server:
+        standby.follow(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/learned/x")
+        standby.lead()
+        async with asyncio.timeout(4 * SILENT_S):
+            await standby.takes_over()
+        await standby.end()
 
 
 async def test_only_who_knows_the_path_reads_the_page(two: tuple[Replica, Replica]) -> None:
