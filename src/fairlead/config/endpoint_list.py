@@ -28,6 +28,7 @@ from msgspec import Struct
 from fairlead.config.problems import Place, Problem, show
 from fairlead.config.yaml import Node, YamlError, parse_yaml
 from fairlead.core.endpoint import Endpoint, host_port
+from fairlead.core.text import masked
 
 #: The most labels of one endpoint. YAML aliases may repeat a large mapping for every entry of a list.
 MAX_LABELS = 100
@@ -239,17 +240,18 @@ def _metrics_url(entry: _Entry, labels: Mapping[str, str]) -> str:
 
 def url_fault(url: str) -> str:
     """Why no page can be read at this URL; empty = it can."""
+    shown = masked(url)[:80]
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
     except ValueError as error:
-        return f"{url[:80]!r} is no URL: {error}"
+        return f"{shown!r} is no URL: {error}"
     if parts.scheme not in ("http", "https"):
-        return f"{url[:80]!r} is neither http nor https"
+        return f"{shown!r} is neither http nor https"
     if parts.username is not None or parts.password is not None:
         return "the URL has a user or a password, which are not sent; a token can be (metrics.tokenFile)"
     if not host.isascii() or not host or any(c <= " " for c in host) or port == 0:
-        return f"{url[:80]!r} has no usable host and port"
+        return f"{shown!r} has no usable host and port"
     return ""
 
 
