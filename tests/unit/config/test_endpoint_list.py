@@ -109,7 +109,11 @@ def test_json_with_tabs() -> None:
             ".metricsUrl",
             "the URL has a user or a password, which are not sent; a token can be (metrics.tokenFile)",
         ),
-        ({"metricsUrl": "http://me:secret@h:99999/"}, ".metricsUrl", "'http://me:***@h:99999/' is no URL: Port out of range 0-65535"),
+        (
+            {"metricsUrl": "http://me:secret@h:99999/"},
+            ".metricsUrl",
+            "'http://me:***@h:99999/' is no URL: Port out of range 0-65535",
+        ),
         ({"metricsUrl": "http://h:0/"}, ".metricsUrl", "'http://h:0/' has no usable host and port"),
         ({"metricsUrl": "http://:80/"}, ".metricsUrl", "'http://:80/' has no usable host and port"),
         ({"metricsUrl": "http://ü/"}, ".metricsUrl", "'http://ü/' has no usable host and port"),
