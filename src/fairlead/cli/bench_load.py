@@ -15,7 +15,7 @@ from fairlead.config.problems import suggestion
 from fairlead.core.errors import ConfigError
 from fairlead.core.text import plain
 from fairlead.lab.load.workload import Chat, ClosedLoop, OpenLoop, Paced, Recorded, Replay, SharedPrefix, Workload
-from fairlead.lab.simulator.build import read_workload
+from fairlead.lab.simulator.build import is_name, read_workload
 from fairlead.lab.workload.conversation import Conversation
 from fairlead.lab.workload.generate import ADVERSARIAL, CATALOGUE, Pace, arrivals_of, changed, generate
 from fairlead.lab.workload.record import Record
@@ -115,10 +115,8 @@ def build(options: LoadOptions) -> Load:
 
 def _check(options: LoadOptions) -> None:
     if options.workload not in KINDS and not Path(options.workload).is_file():
-        raise ConfigError(
-            f"{options.workload!r} is neither a file nor a workload; {suggestion(options.workload, KINDS)}",
-            "--workload",
-        )
+        what = "is a scenario of `fairlead sim`" if is_name(options.workload) else "is neither a file nor a workload"
+        raise ConfigError(f"{options.workload!r} {what}; {suggestion(options.workload, KINDS)}", "--workload")
     if options.closed and (options.rate or options.arrivals):
         raise ConfigError("a closed loop has no rate and no arrivals: leave out --rate and --arrivals", "--closed")
     if options.speedup and not _has_own_times(options):

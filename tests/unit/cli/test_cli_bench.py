@@ -91,6 +91,7 @@ def test_every_kind_can_be_sent(kind: str) -> None:
     ("options", "words"),
     [
         (LoadOptions(workload="no-such"), "neither a file nor a workload; known: adapters, "),
+        (LoadOptions(workload="agents"), "'agents' is a scenario of `fairlead sim`; known: adapters, "),
         (LoadOptions(closed=3, rate=2), "closed"),
         (LoadOptions(workload="conversation", closed=3), "--requests"),
         (LoadOptions(arrivals="ramp"), "--to-rate"),

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from itertools import count
-from math import inf, isfinite
+from math import inf
 from random import Random
 from typing import Any
 
@@ -35,7 +35,7 @@ from fairlead.core.events import (
     StreamLost,
     UsageReported,
 )
-from fairlead.core.policy import Answer, Context, Guard, Picked, Policy, Refused, choose_or_raise, notified
+from fairlead.core.policy import HIGHEST, Answer, Context, Guard, Picked, Policy, Refused, choose_or_raise, notified
 from fairlead.core.records import DecisionRecord, Trace
 from fairlead.core.reports import SharedFleet
 from fairlead.core.request import Request
@@ -428,7 +428,7 @@ class Changed(Struct, frozen=True):
     #: `policy` or `chance`.
     reason: str
     #: The lead of `after` over `before` in the totals of the other policy, and of `before` over `after` in those of the
-    #: recorded policy; `None` = not known, or the other policy rates all as equal.
+    #: recorded policy; `None` = not known, infinite, or the other policy rates all as equal.
     gain: float | None = None
     cost: float | None = None
 
@@ -573,11 +573,11 @@ def _sum(result: Compared, record: DecisionRecord, tally: Tally, index: int) -> 
 
 
 def _margin(trace: Trace | None, of: str, over: str) -> float | None:
-    """How much higher the total of endpoint `of` is than that of endpoint `over`."""
+    """How much higher the total of endpoint `of` is than that of endpoint `over`; `None` = not known, or infinitely."""
     if trace is None or trace.total is None or of not in trace.endpoints or over not in trace.endpoints:
         return None
     margin = float(trace.total[trace.endpoints.index(of)]) - float(trace.total[trace.endpoints.index(over)])
-    return margin if isfinite(margin) else None
+    return margin if abs(margin) < HIGHEST / 2 else None
 
 
 def _rates(trace: Trace | None) -> bool:

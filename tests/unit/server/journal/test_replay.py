@@ -523,6 +523,18 @@ def test_a_policy_that_learns_from_outcomes_is_replayed(
     assert len({own for _, own in chosen}) == 4 and all(endpoint == own for endpoint, own in chosen)
 
 
+def test_an_infinite_cost_is_no_number_of_a_difference(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cost(self: Any, request: Any, fleet: Any, cycle: Any) -> Any:
+        costs = np.full(len(fleet.table), np.inf)
+        costs[request.id % len(costs)] = 1.0
+        return costs
+
+    monkeypatch.setattr(LeastRequests, "cost", cost)
+    other = load("policy: least-requests", need_endpoints=False)
+    result = compare(one_run(recorded.path), lambda config: with_policy(config, other))
+    assert len(result.changed) > 50 and {one.gain for one in result.changed} == {None}
+
+
 @pytest.mark.usefixtures("never_returns")
 def test_a_policy_that_never_returns_rests_and_the_comparison_goes_on(
     recorded: Any, monkeypatch: pytest.MonkeyPatch
