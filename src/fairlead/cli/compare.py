@@ -277,7 +277,9 @@ def compare(
     speeds: Speeds = "",
     engine: Engine = "",
     prefill: Prefill = 0,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for results and report.")] = Path("out/compare"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for results and report.", file_okay=False)] = Path(
+        "out/compare"
+    ),
     processes: Processes = 0,
     cluster: Annotated[str, typer.Option(metavar="ADDRESS", help="A Dask scheduler, e.g. tcp://host:8786.")] = "",
     fresh: Annotated[bool, typer.Option("--fresh", help="Do not resume an interrupted run.")] = False,

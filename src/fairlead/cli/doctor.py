@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fairlead.cli.basics import DEFAULT_FILE, FAILED, WRONG_INPUT, config_file
-from fairlead.cli.options import busy, complain, examples, with_scheme
+from fairlead.cli.options import busy, complain, examples, usable_url
 
 if TYPE_CHECKING:
     from fairlead.config.schema import Config
@@ -64,7 +64,7 @@ def doctor(
         typer.echo(listed(checks))
         return
     given = {"admin": admin, "gateway": gateway, "gateway_admin": gateway_admin}
-    urls = {name: url and with_scheme(url) for name, url in given.items()}
+    urls = {name: url and usable_url(url, f"--{name.replace('_', '-')}") for name, url in given.items()}
     examination = _examined(load(config_file(file)), checks, urls, probe)
     terminal = sys.stdout.isatty()
     colour, width = terminal and not os.environ.get("NO_COLOR"), get_terminal_size().columns if terminal else 0
@@ -86,15 +86,9 @@ def _chosen(checks: "tuple[Check, ...]", only: str) -> "tuple[Check, ...]":
 
 
 def _examined(config: "Config", checks: "tuple[Check, ...]", urls: dict[str, str], probe: bool) -> "Examination":
-
     from fairlead.doctor.run import examine
     from fairlead.doctor.site import CannotExamine, Site
     from fairlead.pool.lookups import run
-
-    for name, url in urls.items():
-        if url and not url.startswith(("http://", "https://")):
-            complain(f"--{name.replace('_', '-')}: expected a URL such as http://127.0.0.1:9090, got {url!r}")
-            raise typer.Exit(WRONG_INPUT)
 
     async def examined() -> "Examination":
         left = count(len(checks) - 1, -1)

@@ -63,8 +63,9 @@ def indexer(
 def _address(text: str) -> tuple[str, int]:
     """The host and port in `text`. Raises `ConfigError`."""
     from fairlead.core.errors import ConfigError
+    from fairlead.gateway.ports import listen_address
 
-    host, colon, port = text.rpartition(":")
-    if not colon or not (port.isascii() and port.isdigit() and len(port) < 6 and int(port) < 65536):
-        raise ConfigError(f"--listen {text!r}: expected HOST:PORT, or :PORT for every address")
-    return host.strip("[]") or "::", int(port)
+    try:
+        return listen_address(text)
+    except ValueError as error:
+        raise ConfigError(f"--listen {text!r}: {error}") from None

@@ -15,7 +15,9 @@ Examples:
 """)
 def key(
     tenant: Annotated[str, typer.Argument(help="Who gets the key: letters, digits and . _ : @ / + -")],
-    expires: Annotated[str, typer.Option(metavar="TIME", help="2030-01-31, or 2030-01-31T12:00:00Z; UTC.")] = "",
+    expires: Annotated[
+        str | None, typer.Option(metavar="TIME", help="2030-01-31, or 2030-01-31T12:00:00Z; UTC.")
+    ] = None,
 ) -> None:
     """Create an API key for a client of the embedded gateway.
 

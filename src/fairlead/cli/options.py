@@ -230,11 +230,16 @@ def with_scheme(address: str) -> str:
 def admin_url(given: str, old: str = "") -> str:
     """The URL of the admin port, with a scheme. `old`: the URL as an argument, where it was before 0.2. Raises
     `BadParameter` if it is none."""
-    from urllib.parse import urlsplit
-
     if old:
         note_renamed("URL", "--admin URL")
-    url = with_scheme(given or old or DEFAULT_ADMIN).rstrip("/")
+    return usable_url(given or old or DEFAULT_ADMIN, "--admin")
+
+
+def usable_url(given: str, option: str) -> str:
+    """The URL that `option` gave, with a scheme. Raises `BadParameter` if nothing can be asked there."""
+    from urllib.parse import urlsplit
+
+    url = with_scheme(given).rstrip("/")
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and "?" not in url
@@ -242,10 +247,8 @@ def admin_url(given: str, old: str = "") -> str:
         usable = False
     if not usable or any(character <= " " for character in url):
         # What comes before an @ may be a token.
-        shown = masked(given or old).rpartition("@")[2]
-        raise typer.BadParameter(
-            f"expected HOST:PORT or a URL like {DEFAULT_ADMIN}, got {shown!r}", param_hint="--admin"
-        )
+        shown = masked(given).rpartition("@")[2]
+        raise typer.BadParameter(f"expected HOST:PORT or a URL like {DEFAULT_ADMIN}, got {shown!r}", param_hint=option)
     return url
 
 
@@ -371,4 +374,5 @@ def fetched(page: str, base: str, ours: str, timeout_s: float = 10.0, option: st
     except HTTPException:
         raise ValueError(f"{masked(base)}: {OTHER_PORT}") from None
     except URLError as error:
-        raise EngineError(masked(base), f"does not answer ({error.reason}); {hint_of(error.reason, option)}") from None
+        why = (error.reason.strerror if isinstance(error.reason, OSError) else "") or error.reason
+        raise EngineError(masked(base), f"does not answer ({why}); {hint_of(error.reason, option)}") from None

@@ -20,6 +20,7 @@ from fairlead.cli.options import (
     fetched,
     policy_option,
     traces_of,
+    usable_url,
     workload_option,
 )
 from fairlead.cli.tune import engine_argument
@@ -87,7 +88,9 @@ def plan(
     price: _Price = 0.0,
     format: Annotated[str, typer.Option(help="Format of the workload file.", show_default="by its content")] = "",
     traces: Traces = "",
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write table, plot and report.")] = Path("out/plan"),
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where to write table, plot and report.", file_okay=False)
+    ] = Path("out/plan"),
     processes: Annotated[int, typer.Option(metavar="N", min=0, help="0 = one per processor.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="The plan as JSON.")] = False,
 ) -> None:
@@ -293,7 +296,7 @@ def _journal(source: str) -> Iterator[Path]:
     if not source.startswith(("http://", "https://")):
         yield Path(source)
         return
-    page = f"{source.rstrip('/')}/debug/journal"
+    page = f"{usable_url(source, '--live')}/debug/journal"
     with TemporaryDirectory(prefix="fairlead-plan-") as folder:
         try:
             listed = msgspec.json.decode(

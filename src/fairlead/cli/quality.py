@@ -42,7 +42,7 @@ def quality(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer requests of each scenario.")] = False,
     seeds: Annotated[int, typer.Option(metavar="N", min=1, help=SEEDS)] = 1,
     traces: Traces = "",
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where results go.")] = Path("out/quality"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where results go.", file_okay=False)] = Path("out/quality"),
     processes: Processes = 0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Do not resume an interrupted run.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Regrets of each policy over each set as JSON.")] = False,

@@ -134,7 +134,10 @@ def engine_argument(value: str) -> str:
         return value
     from fairlead.lab.engine.presets import read_preset
 
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{value}: the text is not valid UTF-8") from None
     read_preset(text, value)
     return text + "\n"
 
@@ -165,9 +168,12 @@ def _ask(url: str, neighbour: str, model: str, max_num_seqs: int, headers: dict[
     if not names and not model:
         raise NoAnswer(f"{target}/v1/models: {status} and no model; name it with --model, credentials with --header")
     facts = ask_facts(target, headers, model)
+    beside = normal_target(neighbour) if neighbour else ""
+    if beside:
+        ask_models(beside, headers)  # raises if it does not answer
     return Ask(
         target=target,
-        neighbour=normal_target(neighbour) if neighbour else "",
+        neighbour=beside,
         facts=replace(facts, max_num_seqs=max_num_seqs or facts.max_num_seqs),
         headers=headers,
     )

@@ -1,6 +1,7 @@
 """Checks that involve several fields of a configuration, and values that are derived from other values."""
 
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import IPv6Address, ip_address
@@ -457,6 +458,10 @@ def _check_kv_events(section: KvEvents, report: Report) -> None:
         report.add(("kvEvents", "replayPort"), "without port:, engines report their replay ports themselves", hint)
     if section.bind and section.port:
         report.add(("kvEvents", "bind"), "either publishers connect to bind:, or Fairlead to port:", "leave out one")
+    if section.bind and not re.fullmatch(r"tcp://.+:([0-9]+|\*)|ipc://.+", section.bind):
+        report.add(
+            ("kvEvents", "bind"), f"expected tcp://HOST:PORT, got {shorten(section.bind)!r}", "e.g. tcp://*:5555"
+        )
     if section.keys == "engine" and section.hash_seed is None and section.hash_algorithm.startswith("xxhash"):
         hint = "set PYTHONHASHSEED on the servers and hashSeed here"
         report.add(("kvEvents", "hashAlgorithm"), "without a seed these hashes are random", hint)

@@ -33,6 +33,14 @@ def dialled(host: str) -> str:
     return "127.0.0.1" if host == "localhost" else host
 
 
+def listen_address(text: str) -> tuple[str, int]:
+    """The host and port of `HOST:PORT`, where 0 = any free port, or of `:PORT`. Raises `ValueError`."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not (port.isascii() and port.isdigit() and len(port) < 6 and int(port) < 65536):
+        raise ValueError("expected HOST:PORT, or :PORT for every address, and a port up to 65535")
+    return host.strip("[]") or EVERYWHERE, int(port)
+
+
 def listening_sockets(host: str, port: int, backlog: int) -> list[socket.socket]:
     """One socket per address of `host` (empty = `EVERYWHERE`), all on the same port, also when `port` is 0.
 

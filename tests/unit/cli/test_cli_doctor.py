@@ -59,7 +59,9 @@ def test_the_list_needs_no_configuration(capsys: pytest.CaptureFixture[str]) -> 
         ((), "name the configuration"),
         (("CONFIG", "--only", "endpoint"), "there is no check 'endpoint'"),
         (("CONFIG", "--admin", "127.0.0.1:9"), "no scheduler at http://127.0.0.1:9"),
-        (("CONFIG", "--gateway-admin", "ftp://x"), "--gateway-admin: expected a URL"),
+        (("CONFIG", "--gateway-admin", "ftp://x"), "--gateway-admin: expected HOST:PORT or a URL"),
+        (("CONFIG", "--gateway", "http://[::1"), "--gateway: expected HOST:PORT or a URL"),
+        (("CONFIG", "--gateway", "127.0.0.1:99999"), "--gateway: expected HOST:PORT or a URL"),
         (("CONFIG", "--admin", "http://127.0.0.1:9"), "--admin is the URL of its admin port"),
         (("CONFIG", "--gateway-admin", "http://127.0.0.1:9"), "--gateway-admin is the URL of its admin page"),
         (

@@ -28,7 +28,12 @@ def test_the_line_is_for_the_file_and_the_key_for_the_client(capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    "arguments", [("team a",), ("",), ("team-a", "--expires", "tomorrow"), ("team-a", "--expires", "2020-01-31")]
+    "arguments",
+    [
+        ("team a",),
+        ("",),
+        *(("team-a", "--expires", time) for time in ("tomorrow", "2020-01-31", "")),
+    ],
 )
 def test_what_cannot_be_is_refused(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert run("key", *arguments) == 2

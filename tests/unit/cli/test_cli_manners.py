@@ -241,3 +241,27 @@ def test_errors_show_no_password_of_a_url(capsys: pytest.CaptureFixture[str]) ->
 )
 def test_only_for_an_unknown_authority_a_file_of_authorities_helps(why: str, hint: str) -> None:
     assert hint in hint_of(f"[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: {why} (_ssl.c:1006)")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["scheduler", "serve", "default", "--listen", "127.0.0.1:99999"], "a port up to 65535, or unix:/PATH"),
+        (["scheduler", "check", "127.0.0.1:99999"], "'127.0.0.1:99999' is neither host:port"),
+        (["stub", "--engine", "random.yaml"], "random.yaml: the text is not valid UTF-8"),
+        (["sim", "run", "random.jsonl"], "random.jsonl: is in no known format"),
+        (["sim", "run", "agents", "--kv-tokens", "5"], "no whole block of 64 tokens"),
+        (["sim", "quality", "--out", "random.yaml"], "'random.yaml' is a file"),
+        (["sim", "workload", "generate", "conversation", "-n", "1", "--set", "turns=x"], "turns: expected `float`"),
+        (["plan", "--live", "http://[::1"], "--live: expected HOST:PORT or a URL"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("random.yaml", "random.jsonl"):
+        Path(name).write_bytes(b"\xf2\x00\xff")
+    assert run(arguments) == 2
+    shown = capsys.readouterr().err
+    assert said in shown and "Traceback" not in shown

@@ -22,6 +22,7 @@ def test_it_is_off_unless_asked_for() -> None:
     ("text", "path"),
     [
         ("{replayPort: 5558}", "$.kvEvents.replayPort"),
+        ("{bind: '*:5555'}", "$.kvEvents.bind"),
         ("{port: 5557, bind: 'tcp://0.0.0.0:5555'}", "$.kvEvents.bind"),
         ("{keys: engine, hashAlgorithm: xxhash}", "$.kvEvents.hashAlgorithm"),
         ("{curve: {publicKeyFile: a, secretKeyFile: b}}", "$.kvEvents.curve"),

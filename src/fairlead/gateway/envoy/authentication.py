@@ -63,11 +63,11 @@ class Key(Struct, frozen=True):
         return f"{self.digest} {self.tenant}{until}"
 
 
-def new_key(tenant: str, expires: str = "") -> tuple[str, Key]:
+def new_key(tenant: str, expires: str | None = None) -> tuple[str, Key]:
     """(a key of 256 random bits, its entry for the file). Raises `ConfigError` for an invalid name or a time that is
     invalid or past."""
     text = f"fl-{secrets.token_urlsafe(32)}"
-    key = _parse([sha256(text.encode()).hexdigest(), tenant, *([f"expires={expires}"] if expires else [])])
+    key = _parse([sha256(text.encode()).hexdigest(), tenant, *([f"expires={expires}"] if expires is not None else [])])
     if 0 < key.expires <= time.time():
         raise ConfigError("this time is past", "expires")
     return text, key

@@ -57,7 +57,8 @@ def ask_models(target: str, headers: Mapping[str, str]) -> tuple[int, list[str]]
     try:
         status, body = exchanged(target, MODELS_PATH, headers)
     except (OSError, HTTPException) as error:
-        what = plain(str(error)[:200]) or type(error).__name__
+        said = (error.strerror if isinstance(error, OSError) else "") or str(error)
+        what = plain(said[:200]) or type(error).__name__
         cures = _CURES.format(target=target, path=MODELS_PATH)
         raise NoAnswer(f"{target} does not answer: {what}\n{cures}") from None
     except ValueError as error:

@@ -33,7 +33,9 @@ def read_workload(path: Path, format: str = "") -> Workload:
     name = format or guess(data)
     if name not in FORMATS:
         known = ", ".join(FORMATS)
-        message = f"unknown format {name!r}; known: {known}" if name else f"looks like none of {known}; name one"
+        message = (
+            f"unknown format {name!r}; known: {known}" if name else f"is in no known format: looks like none of {known}"
+        )
         raise ConfigError(message, source=str(path))
     return from_first(FORMATS[name].read(path.stem, data, str(path)))
 
@@ -156,6 +158,10 @@ def _limited(engine: EngineSpec, spec: ScenarioSpec) -> EngineSpec:
     """The engine with the limits that `spec` gives. Raises `ValueError` if no server could start with them."""
     size, sequences = spec.block_size or engine.block_size, spec.max_num_seqs or engine.max_num_seqs
     blocks = (spec.kv_tokens or engine.kv_tokens) // size
+    if not blocks:
+        raise ValueError(
+            f"a KV cache of {spec.kv_tokens or engine.kv_tokens} tokens has no whole block of {size} tokens"
+        )
     return structs.replace(
         engine,
         block_size=size,

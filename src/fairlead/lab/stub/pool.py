@@ -139,7 +139,8 @@ class StubPool:
         try:
             self._ports[index] = await server.start(self.host, self._ports[index])
         except OSError as error:
-            taken = f"cannot listen on {self.host}:{self._ports[index]}: {error.strerror or error}"
+            why = "the port is taken" if error.errno == errno.EADDRINUSE else error.strerror or error
+            taken = f"cannot listen on {self.host}:{self._ports[index]}: {why}"
             cure = (
                 "is this an address of this machine? Choose another --host" if isinstance(error, gaierror) else _ANOTHER
             )

@@ -164,7 +164,7 @@ async def open_channel(address: str, tls: SchedulerTls | None = None) -> "grpc.a
 
     if not address.startswith(UNIX):
         host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal():
+        if not host or not (port.isdecimal() and 0 < int(port) < 65_536):
             raise ConfigError(f"{address!r} is neither host:port nor unix:/path", "$.scheduler.address")
     if tls is None:
         return grpc.aio.insecure_channel(address, options=_OPTIONS)

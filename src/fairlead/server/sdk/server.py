@@ -16,7 +16,7 @@ from fairlead import __version__
 from fairlead.compat.load import load
 from fairlead.config.plugins import build_policy, make
 from fairlead.config.registry import Registry, declared
-from fairlead.core.endpoint import Endpoint
+from fairlead.core.endpoint import Endpoint, host_port
 from fairlead.core.errors import PLUGIN_FAILURES, ConfigError, PluginError, ProtocolError, cannot_listen
 from fairlead.core.events import Outcome, RemotePick
 from fairlead.core.mirror import MirrorFleet
@@ -28,6 +28,7 @@ from fairlead.gateway.grpc_frames import Status
 from fairlead.gateway.h2_limits import H2Limits
 from fairlead.gateway.h2_server import H2Server
 from fairlead.gateway.health import HealthService
+from fairlead.gateway.ports import listen_address
 from fairlead.gateway.stream import ServerStream
 from fairlead.gateway.tls import ServerTls
 from fairlead.plugins.policies.prefill_decode import PrefillDecode
@@ -69,10 +70,10 @@ class SchedulerServer:
                 await self._server.listen_unix(address.removeprefix(UNIX))
                 bound = address
             else:
-                host, _, port = address.rpartition(":")
-                bound = f"{host}:{await self._server.listen(host.strip('[]'), int(port))}"
+                host, port = listen_address(address)
+                bound = host_port(host, await self._server.listen(host, port))
         except ValueError as error:
-            raise ConfigError(f"cannot listen on {address!r} (host:port or unix:/path): {error}") from None
+            raise ConfigError(f"cannot listen on {address!r}: {error}, or unix:/PATH") from None
         except OSError as error:
             raise cannot_listen(address, error) from None
         self._health.set_ready(True)
