@@ -123,6 +123,7 @@ def runs(path: Path) -> list[Run]:
     `JournalError` or `OSError`."""
     files = [path]
     if path.is_dir():
+        next(path.iterdir(), None)  # raises if it cannot be read, which `glob` does not
         files = sorted([*path.glob(f"*{SUFFIX}"), *path.glob(f"{WORKER}*/*{SUFFIX}")], key=lambda file: file.name)
     segments_of: dict[str, dict[int, tuple[Path, Segment]]] = {}
     copies, headless = dict[str, list[str]](), list[Path]()
