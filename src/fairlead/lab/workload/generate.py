@@ -154,5 +154,5 @@ def changed(spec: T, parameters: Mapping[str, str], settable: Collection[str] = 
     try:
         return msgspec.convert({**fields, **parameters}, type(spec), strict=False)
     except msgspec.ValidationError as error:
-        said, at, path = str(error).partition(" - at `$.")
-        raise ValueError(f"{path[:-1]}: {said[:1].lower()}{said[1:]}" if at else said) from None
+        said, marked, path = str(error).partition(" - at `$.")
+        raise ValueError(f"{path[:-1]}: {said[:1].lower()}{said[1:]}" if marked else said) from None
