@@ -83,7 +83,8 @@ T = TypeVar("T", bytes, memoryview)
 def _unmarked(text: T) -> T | bytes:
     """The text without cache marks; copied only if it has any. A mark goes with the comma before it, or, if it is the
     first member, behind it."""
-    kept, position = list[bytes | memoryview](), 0
+    kept: list[bytes | memoryview] = []
+    position = 0
     for mark in islice(_MARK.finditer(text), _MOST_MARKS):
         start, end = mark.span()
         space = bytes(text[max(start - 100, position) : start])
