@@ -40,8 +40,8 @@ class Limits(Struct, frozen=True):
 
     #: The longest time that the event loop is held without a break.
     hold: float = 0.0004
-    #: Batches that ZMQ queues per publisher, each of up to `max_frame` bytes, so few. Further ones wait at the publisher,
-    #: which drops those beyond its own limit (vLLM: 100,000); the sequence then has a gap.
+    #: Batches that ZMQ queues per publisher, each of up to `max_frame` bytes. Further ones wait at the publisher, which
+    #: drops those beyond its own limit (vLLM: 100,000); the sequence then has a gap.
     queue: int = 64
     #: Replies that ZMQ queues per replay. A publisher sends all its batches at once (10,000 by default).
     replay_queue: int = 20_000
