@@ -400,22 +400,22 @@ class Fleet:
         requests that fail everywhere put no endpoint out of use, and one that fails alone is out as soon as ever."""
         slot, prompt, kind = lease.slot, _prompt(lease.request), _kind(lease)
         since = max(now - FAILED_S, self._answered[0][0]) if self._answered else now
-        answered, others, good = dict[int, float](), set[int](), ERRORS_TO_EJECT
-        for at, done in self._answered:
-            if at >= since:
-                answered[done.slot] = at
+        answered, healthy, good = dict[int, float](), set[int](), ERRORS_TO_EJECT
+        for ended_at, done in self._answered:
+            if ended_at >= since:
+                answered[done.slot] = ended_at
                 if _prompt(done.request) != prompt:
-                    others.add(done.slot)
+                    healthy.add(done.slot)
                 good += done.slot != slot and _kind(done) == kind
         bad, slots = 0, {slot}
-        for at, failed in self._failed:
-            if at >= since and failed.slot != slot:
+        for failed_at, failed in self._failed:
+            if failed_at >= since and failed.slot != slot:
                 if prompt and _prompt(failed.request) == prompt:
                     slots.add(failed.slot)
-                bad += at < answered.get(failed.slot, -inf) and _kind(failed) == kind
+                bad += failed_at < answered.get(failed.slot, -inf) and _kind(failed) == kind
         if self.table.errors[slot] < ERRORS_TO_EJECT:
             self._failed.append((now, lease))
-        if len(slots) > 1 and not slots.isdisjoint(others):
+        if len(slots) > 1 and not slots.isdisjoint(healthy):
             return 0.0
         return min(-log10(bad / (bad + good)), 1.0) if bad else 1.0
 
