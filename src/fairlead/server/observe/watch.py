@@ -444,7 +444,7 @@ class Watch:
 
     def on_plugin_error(self, error: PluginError) -> None:
         self.metrics.families.plugin_errors.child(error.plugin).inc()
-        log.error("a plugin failed and was left out of a decision", plugin=error.plugin, reason=str(error))
+        log.error("a plugin failed and was left out", plugin=error.plugin, reason=str(error))
 
     def endpoints(self) -> Sequence[EndpointStatus]:
         """One entry per endpoint, in the order in which they joined."""
