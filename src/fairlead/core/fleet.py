@@ -400,22 +400,22 @@ class Fleet:
         requests that fail everywhere put no endpoint out of use, and one that fails alone is out as soon as ever."""
         slot, prompt, kind = lease.slot, _prompt(lease.request), _kind(lease)
         since = max(now - FAILED_S, self._answered[0][0]) if self._answered else now
-        answered, healthy, good = dict[int, float](), set[int](), ERRORS_TO_EJECT
+        last_answers, answering, good = dict[int, float](), set[int](), ERRORS_TO_EJECT
         for ended_at, done in self._answered:
             if ended_at >= since:
-                answered[done.slot] = ended_at
+                last_answers[done.slot] = ended_at
                 if _prompt(done.request) != prompt:
-                    healthy.add(done.slot)
+                    answering.add(done.slot)
                 good += done.slot != slot and _kind(done) == kind
         bad, slots = 0, {slot}
-        for failed_at, failed in self._failed:
-            if failed_at >= since and failed.slot != slot:
+        for ended_at, failed in self._failed:
+            if ended_at >= since and failed.slot != slot:
                 if prompt and _prompt(failed.request) == prompt:
                     slots.add(failed.slot)
-                bad += failed_at < answered.get(failed.slot, -inf) and _kind(failed) == kind
+                bad += ended_at < last_answers.get(failed.slot, -inf) and _kind(failed) == kind
         if self.table.errors[slot] < ERRORS_TO_EJECT:
             self._failed.append((now, lease))
-        if len(slots) > 1 and not slots.isdisjoint(healthy):
+        if len(slots) > 1 and slots & answering:
             return 0.0
         return min(-log10(bad / (bad + good)), 1.0) if bad else 1.0
 
