@@ -109,8 +109,9 @@ class Fleet:
         self._answered = deque[tuple[float, Lease]](maxlen=ANSWERED)
         #: By slot: the sessions and first blocks of requests whose answers broke off there since the last that ended.
         self._broken_off: dict[int, set[str | int]] = {}
-        #: Likewise the requests that failed last, where the endpoint was not avoided already.
-        self._failed = deque[tuple[float, Lease]](maxlen=FAILED)
+        #: The requests that failed last, where the endpoint was not avoided already: clock seconds, slot, `_prompt` and
+        #: `_kind`.
+        self._failed = deque[tuple[float, int, tuple[int, ...], tuple[str, str, bool]]](maxlen=FAILED)
         #: By slot: clock seconds until which the endpoint is avoided, reported by other schedulers and found by us.
         self._avoided: dict[int, list[float]] = {}
 
@@ -399,24 +400,25 @@ class Fleet:
         is a tenth or less, failures in a row count fully, and else only as much as they are unlikely by chance. So
         requests that fail everywhere put no endpoint out of use, and one that fails alone is out as soon as ever."""
         slot, prompt, kind = lease.slot, _prompt(lease.request), _kind(lease)
-        since = max(now - FAILED_S, self._answered[0][0]) if self._answered else now
+        since = max(now - FAILED_S, self._failed[0][0] if len(self._failed) == FAILED else -inf)
+        failed = [each for each in self._failed if each[0] >= since and each[1] != slot]
+        slots = {slot, *(place for _, place, failing, _ in failed if failing == prompt != ())}
+        failed = [each for each in failed if each[3] == kind]
+        if self.table.errors[slot] < ERRORS_TO_EJECT:
+            self._failed.append((now, slot, prompt, kind))
+        if not failed and len(slots) == 1:
+            return 1.0
         last_answers, answering, good = dict[int, float](), set[int](), ERRORS_TO_EJECT
         for ended_at, done in self._answered:
-            if ended_at >= since:
+            if ended_at >= now - FAILED_S:
                 last_answers[done.slot] = ended_at
                 if _prompt(done.request) != prompt:
                     answering.add(done.slot)
-                good += done.slot != slot and _kind(done) == kind
-        bad, slots = 0, {slot}
-        for ended_at, failed in self._failed:
-            if ended_at >= since and failed.slot != slot:
-                if prompt and _prompt(failed.request) == prompt:
-                    slots.add(failed.slot)
-                bad += ended_at < last_answers.get(failed.slot, -inf) and _kind(failed) == kind
-        if self.table.errors[slot] < ERRORS_TO_EJECT:
-            self._failed.append((now, lease))
+                good += ended_at >= since and done.slot != slot and _kind(done) == kind
         if len(slots) > 1 and slots & answering:
             return 0.0
+        begun = self._answered[0][0] if self._answered else inf
+        bad = sum(begun <= failed_at < last_answers.get(place, -inf) for failed_at, place, _, _ in failed)
         return min(-log10(bad / (bad + good)), 1.0) if bad else 1.0
 
     def unfinished(self, lease: Lease, now: float) -> bool:
