@@ -431,7 +431,7 @@ async def test_the_log_tells_whose_uploads_were_ended(share: float, reason: str)
     """Beside small uploads that pause, large ones go on. One that pauses too, as on a busy machine, is replaced."""
     small, large = (1_000, 800_000, 1_000, 800_000), 10 << 20
     async with (
-        world(receive_idle=0.4, max_heap=128 << 20, upload_share=share) as w,
+        world(receive_idle=2.0, max_heap=128 << 20, upload_share=share) as w,
         contextlib.AsyncExitStack() as stack,
     ):
         host, _, port = w.gateway.address.rpartition(":")
