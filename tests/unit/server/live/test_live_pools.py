@@ -18,6 +18,7 @@ from fairlead.core.events import EndpointUp, RequestArrived, ResponseEnded
 from fairlead.core.models import InferenceModel, ModelSet, Origin, Target
 from fairlead.core.request import Request
 from fairlead.pool.kube.objects import PickerRef, Pool
+from fairlead.server.live import pools as live_pools
 from fairlead.server.live.pools import LivePools, of_pool
 
 FILE = """
@@ -205,8 +206,11 @@ async def test_a_pool_that_is_gone_drains_and_leaves_nothing(pools: LivePools) -
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
-async def test_a_pool_that_is_gone_refuses_all_that_wait(text: str, comes_back: bool) -> None:
+async def test_a_pool_that_is_gone_refuses_all_that_wait(
+    text: str, comes_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`StopAsked` refuses the first few only; timers refuse the others."""
+    monkeypatch.setattr(live_pools, "REFUSE_S", 60.0)  # a busy machine takes longer than a second
     pools = LivePools(load(f"{text}flowControl: {{noEndpointTtl: 60s}}\n"), None, list)
     opened = await pools.open("a/llama", pool("llama", "a"))
     now = asyncio.get_running_loop().time()
