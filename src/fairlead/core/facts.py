@@ -38,6 +38,11 @@ Name = Annotated[str, Meta(max_length=POLICY_NAME)]
 CHAIN_BLOCKS = 512
 #: Bytes of a block's hash, and of its size.
 BLOCK_BYTES, SIZE_BYTES = 8, 2
+#: Facts of one kind in a batch, at most: a batch is handled in one go, and has what happened in some milliseconds.
+MOST_FACTS = 4096
+_FEW = Meta(max_length=MOST_FACTS)
+#: Endpoints, leases of a snapshot, and bytes of blocks: the longest chains of 512 prompts.
+_MANY, _BLOCKS = Meta(max_length=1 << 18), Meta(max_length=512 * CHAIN_BLOCKS * BLOCK_BYTES)
 #: `Ended.tokens` of an incomplete answer, and of one whose length is not known.
 BROKEN, UNKNOWN = -2, -1
 #: The unit of ages, in seconds.
@@ -116,17 +121,17 @@ class Batch(Struct, frozen=True, array_like=True, tag="batch", gc=False):
     version: Count
     sequence: Count
     generation: Count
-    endpoints: tuple[Id, ...]
+    endpoints: Annotated[tuple[Id, ...], _MANY]
     number: Count
-    charged: tuple[Charged, ...]
-    first_tokens: tuple[FirstToken, ...]
-    ended: tuple[Ended, ...]
-    sent: tuple[Sent, ...]
-    blocks: bytes
+    charged: Annotated[tuple[Charged, ...], _FEW]
+    first_tokens: Annotated[tuple[FirstToken, ...], _FEW]
+    ended: Annotated[tuple[Ended, ...], _FEW]
+    sent: Annotated[tuple[Sent, ...], _FEW]
+    blocks: Annotated[bytes, _BLOCKS]
     sizes: bytes
-    held: tuple[Held, ...] = ()
-    failed: tuple[Count, ...] = ()
-    avoided: tuple[Avoided, ...] | None = None
+    held: Annotated[tuple[Held, ...], _FEW] = ()
+    failed: Annotated[tuple[Count, ...], _FEW] = ()
+    avoided: Annotated[tuple[Avoided, ...], _MANY] | None = None
     policy: Name = ""
 
 
@@ -137,16 +142,16 @@ class Snapshot(Struct, frozen=True, array_like=True, tag="snapshot", gc=False):
 
     version: Count
     sequence: Count
-    endpoints: tuple[Id, ...]
+    endpoints: Annotated[tuple[Id, ...], _MANY]
     number: Count
-    numbers: tuple[Count, ...]
-    charged: tuple[Charged, ...]
-    pending: tuple[Count, ...]
-    sent: tuple[Sent, ...]
-    blocks: bytes
+    numbers: Annotated[tuple[Count, ...], _MANY]
+    charged: Annotated[tuple[Charged, ...], _MANY]
+    pending: Annotated[tuple[Count, ...], _MANY]
+    sent: Annotated[tuple[Sent, ...], _FEW]
+    blocks: Annotated[bytes, _BLOCKS]
     sizes: bytes
-    held: tuple[Held, ...] = ()
-    avoided: tuple[Avoided, ...] = ()
+    held: Annotated[tuple[Held, ...], _MANY] = ()
+    avoided: Annotated[tuple[Avoided, ...], _MANY] = ()
     policy: Name = ""
 
 

@@ -18,6 +18,7 @@ from fairlead.core.apis import untimed
 from fairlead.core.facts import (
     AGE_UNIT,
     BROKEN,
+    MOST_FACTS,
     POLICY_NAME,
     VERSION,
     Avoided,
@@ -41,8 +42,6 @@ from fairlead.core.ledger import Lease, Ledger
 from fairlead.core.request import PrefixChain
 from fairlead.core.table import EndpointTable
 
-#: Facts that may wait to be fetched.
-MOST_FACTS = 65_536
 #: Failures that count less are not reported: other schedulers count each fully.
 REPORTED_BLAME = 0.5
 #: Blocks in a dictionary. Then a new one begins, and each live chain is sent in full once more.

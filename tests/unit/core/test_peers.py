@@ -21,14 +21,24 @@ from fairlead.core.events import (
     ResponseEnded,
     TimerFired,
 )
-from fairlead.core.facts import CHAIN_BLOCKS, Batch, Sent, Snapshot, block_bytes, encode, endpoint_hash, read_batch
+from fairlead.core.facts import (
+    CHAIN_BLOCKS,
+    MOST_FACTS,
+    Batch,
+    Sent,
+    Snapshot,
+    block_bytes,
+    encode,
+    endpoint_hash,
+    read_batch,
+)
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import SetTimer
 from fairlead.core.peers import CHARGED_AT_ONCE, MOST_BLOCKS
 from fairlead.core.peers import TIMER as PEERS_TIMER
 from fairlead.core.policy import Picked
 from fairlead.core.prefix import ChainHasher
-from fairlead.core.reports import MOST_FACTS, PART_LEASES, RECENT, SharedFleet
+from fairlead.core.reports import PART_LEASES, RECENT, SharedFleet
 from fairlead.core.request import Request, Usage
 from fairlead.core.scheduler import EXPIRY_TIMER, Pipeline
 from fairlead.core.tokens import TokenEstimator
@@ -276,6 +286,17 @@ GOOD = Batch(2, 1, 1, (endpoint_hash("e0"),), 1, (), (), (), (), b"", b"")
         (msgspec.msgpack.encode(replace(GOOD, avoided=((1, 10),))), "does not list"),
         (msgspec.msgpack.encode(replace(GOOD, ended=((1, -7),))), ">= -2"),
         (msgspec.msgpack.encode(Snapshot(2, 1, (), 1, (1,), (), (), (), b"", b"")), "Invalid value"),
+        *[
+            (msgspec.msgpack.encode(replace(GOOD, **{name: (fact,) * (MOST_FACTS + 1)})), f"length <= {MOST_FACTS}")
+            for name, fact in [
+                ("charged", (0, 0, 1, 1, 1, 1, True, 0, "")),
+                ("first_tokens", (1, 0)),
+                ("ended", (1, -2)),
+                ("sent", (0, 0, 0)),
+                ("held", (0, "m", "t", 1, 0, 1, 0.0)),
+                ("failed", 0),
+            ]
+        ],
     ],
 )
 def test_a_message_that_makes_no_sense_is_refused_with_a_reason(clock, payload, why):
