@@ -5,6 +5,7 @@ import shutil
 import signal
 import ssl
 import subprocess
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -19,7 +20,7 @@ from valkey.asyncio import Valkey
 from valkey.exceptions import OutOfMemoryError
 from valkey_server import ValkeyServer
 
-from fairlead.core.events import PeerHeard, PeerLost
+from fairlead.core.events import Event, PeerHeard, PeerLost
 from fairlead.server import replicas_valkey as module
 from fairlead.server.observe.log import RepeatFilter
 
@@ -358,6 +359,71 @@ async def test_a_server_that_the_stream_has_filled_is_emptied(server: ValkeyServ
                 await asyncio.sleep(0.005)
                 entries = await client.xlen("{fairlead:pool}:told")
         await until(lambda: agree(one, other) and other.known and not one.replicas.problem)
+
+
+async def test_a_stream_to_which_nothing_can_be_added_begins_again(server: ValkeyServer) -> None:
+    one, other = Teller("a", server.url), Teller("b", server.url)
+    async with running(one, other), Valkey.from_url(server.url) as client:
+        await until(lambda: agree(one, other) and {"a", "b"} == {*one.replicas.peers, *other.replicas.peers})
+        last = 2**64 - 1
+        await client.xadd("{fairlead:pool}:told", {b"x": b""}, id=f"{last}-{last}")
+        one.say("word")
+        other.say("other")
+        await until(lambda: agree(one, other) and not one.replicas.problem and not other.replicas.problem)
+        assert one.lost == other.lost == []
+
+
+async def test_a_set_with_too_many_names_is_deleted_and_nobody_is_lost(server: ValkeyServer) -> None:
+    one, other = Teller("a", server.url), Teller("b", server.url)
+    members = "{fairlead:pool}:replicas"
+    async with running(one, other), Valkey.from_url(server.url) as client:
+        await until(lambda: agree(one, other) and {"a", "b"} == {*one.replicas.peers, *other.replicas.peers})
+        await client.sadd(members, *(f"name{number}" for number in range(2000)))
+        async with asyncio.timeout(PATIENCE):
+            while set(await client.smembers(members)) != {b"a", b"b"}:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(LEASE)
+        one.say("word")
+        await until(lambda: agree(one, other))
+        assert one.lost == other.lost == []
+
+
+async def test_a_server_that_is_slow_to_send_the_set_is_relieved_of_it(server: ValkeyServer) -> None:
+    one, other = Teller("a", server.url), Teller("b", server.url)
+    members = "{fairlead:pool}:replicas"
+    async with running(one, other), Valkey.from_url(server.url) as client:
+        await until(lambda: agree(one, other) and {"a", "b"} == {*one.replicas.peers, *other.replicas.peers})
+        await client.sadd(members, "name")
+        await client.set("{fairlead:pool}:alive:name", 0)
+        await until(lambda: "name" in one.replicas.peers)
+        await client.execute_command("CLIENT", "PAUSE", str(int(1.5 * module.TIMEOUT_S * 1000)), "ALL")
+        await until(lambda: one.replicas.problem)
+        await until(lambda: not one.replicas.problem and not other.replicas.problem)
+        one.say("word")
+        await until(lambda: other.known.get("a") == ["word"])
+        assert b"name" not in await client.smembers(members)
+
+
+class Slow(Teller):
+    """Takes long to take in what others say."""
+
+    def feed(self, event: Event) -> None:
+        until = time.thread_time() + 0.01
+        while time.thread_time() < until:
+            pass
+        super().feed(event)
+
+
+async def test_others_get_as_much_time_as_entries_that_take_long(server: ValkeyServer) -> None:
+    one, turns = Slow("a", server.url), 0
+    async with running(one), Valkey.from_url(server.url) as client:
+        for _ in range(50):
+            await client.xadd("{fairlead:pool}:told", {module.ORIGIN: b"b", module.BATCH: b"0 word"})
+        async with asyncio.timeout(PATIENCE):
+            while sum(isinstance(event, PeerHeard) for event in one.fed) < 50:
+                await asyncio.sleep(0)
+                turns += 1
+    assert turns > 500
 
 
 #: Milliseconds since 1970 in the year 2100: positions of a stream after the server's clock was set back.

@@ -16,11 +16,14 @@ Rules
   lag by our own clock.
 * Positions in the stream are times of the server's clock, which may be set. So the stream is trimmed up to a position
   (MINID) that we read long enough ago by our own clock.
-* A full server refuses the entries that would trim the stream, so whoever is refused deletes the stream. The others
+* A full server refuses the entries that would trim the stream, as one does after an entry with the highest position, so
+  whoever is refused deletes the stream. The others
   notice the missing batches. If the clock was set back before that, new positions are below those read before. A writer
   notices that, reads on from its own entry, and asks all others for snapshots.
 * A new replica asks all others for a snapshot and reads the stream meanwhile. A replica that finds a gap does the same.
   A snapshot is written after the batches that it includes and before all later ones.
+* A set of replicas with too many names, or that the server does not send in time, is deleted: each replica adds itself
+  again with its next renewal, and meanwhile those that are known keep their leases.
 * A replica that does not renew its lease is lost. All other replicas are lost when the server has been away for longer
   than a lease.
 * While the server is away, full or slow, each replica continues alone. Unsent batches are kept and sent later. A
@@ -69,8 +72,12 @@ _CLOSED = re.compile("Connection (closed|lost|reset)")
 LEASES_KEPT = 3
 #: At most this many bytes of batches wait for a server that is away.
 MOST_UNSENT = 1 << 20
-#: The most entries that are read together, and that are fed before other work gets a turn.
-_AT_ONCE, _TURN = 256, 16
+#: The most entries that are read together, and the seconds of feeding them after which other work gets as many.
+_AT_ONCE, _TURN_S = 256, 0.005
+#: The most names that the set of replicas may have; those that died without anybody who noticed it are there too.
+_MOST_MEMBERS = 1024
+#: The error of a stream in which somebody added an entry with the highest position.
+_EXHAUSTED = "exhausted the last possible ID"
 #: Different reasons of one outage that are logged at most.
 _MOST_LOGGED = 8
 #: A server that is silent for more seconds is away.
@@ -102,6 +109,8 @@ class ValkeyReplicas(Replicas):
         scheme = split_via(own.settings.via).scheme
         self._kind = scheme.removesuffix(SENTINEL)
         self._asks_sentinels = scheme.endswith(SENTINEL)
+        #: The server was too slow for the last connection, maybe because the set of replicas has millions of names.
+        self._unread = False
         #: How often a connection ended or failed.
         self._failed = 0
         self._alone_since = time.monotonic()
@@ -200,7 +209,7 @@ class ValkeyReplicas(Replicas):
                 if not isinstance(error, self._failures):
                     log.error("could not send to the other replicas", error=f"{type(error).__name__}: {error}")
                 self._alone(error)
-                if isinstance(error, self._full):
+                if isinstance(error, self._full) or _EXHAUSTED in str(error):
                     await self._make_room()
             tried.set()
             if time.monotonic() - began > self._settings.lease:
@@ -303,6 +312,7 @@ class ValkeyReplicas(Replicas):
             self._logged.add(problem)
             log.warning("lost the connection to the other replicas", problem=problem)
         self.problem = problem
+        self._unread = isinstance(error, TimeoutError)
         if now - self._alone_since > self._settings.lease:
             for name in list(self.peers):
                 self._lose(name)
@@ -312,6 +322,8 @@ class ValkeyReplicas(Replicas):
     async def _join(self, client: Client) -> None:
         """Find our position in the stream, and announce this replica. Fails if a right is missing."""
         self._joined_at = time.monotonic()
+        if self._unread:
+            await client.delete(self._members)
         if self.counts.outages and self._joined_at - self._alone_since > self._settings.lease:
             self._take()
             self._drop()
@@ -366,7 +378,11 @@ class ValkeyReplicas(Replicas):
             pipe.set(self._alive + self._name, self._sequence, px=int(self._settings.lease * 1000))
             pipe.sadd(self._members, self._name)
             pipe.smembers(self._members)
-            members: list[bytes] = [name for name in (await pipe.execute())[2] if name != self._name]
+            members: set[bytes] = set((await pipe.execute())[2])
+        if len(members) > _MOST_MEMBERS:
+            await client.delete(self._members)
+            members = set()
+        members = (members | {name.encode() for name in self.peers}) - {self._name}
         read = await client.mget([self._alive + name for name in members]) if members else []
         leases = dict(zip(members, read, strict=True))
         dead = [name for name, lease in leases.items() if lease is None]
@@ -400,11 +416,13 @@ class ValkeyReplicas(Replicas):
                 self._tick.clear()
                 sends, entries = bool(self._untold), await self._round_trip(connection, quiet)
                 quiet = not sends and not entries
-                for turn, (position, fields) in enumerate(entries, 1):
+                began = time.thread_time()
+                for position, fields in entries:
                     self._position = position
                     await self._entry(client, position, dict(zip(fields[::2], fields[1::2], strict=True)))
-                    if turn % _TURN == 0:
-                        await asyncio.sleep(0)
+                    if (spent := time.thread_time() - began) > _TURN_S:
+                        await asyncio.sleep(spent)
+                        began = time.thread_time()
                 if len(entries) == _AT_ONCE:
                     self._tick.set()
         finally:
