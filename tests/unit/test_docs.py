@@ -37,6 +37,7 @@ from fairlead.server.observe.component_metrics import (
     show_replicas,
     show_spans,
     show_state,
+    show_unheard,
     show_warming,
 )
 from fairlead.server.observe.exposition import Registry
@@ -245,6 +246,7 @@ def test_every_metric_that_is_named_exists() -> None:
     GatewayMetrics(watch.metrics.registry, None, 1, lambda: 0.0)
     show_replicas(watch.metrics.registry, None)
     show_spans(watch.metrics.registry, lambda: 0)
+    show_unheard(watch.metrics.registry, dict)
     show_budget(watch.metrics.registry, ByteBudget(1, lambda: 0.0))
     asker = SimpleNamespace(up=True, ends={})
     show_questions(watch.metrics.registry, lambda: asker)

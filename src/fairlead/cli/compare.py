@@ -457,14 +457,16 @@ def compared_cells(
 
 
 def texts_of(policies: Sequence[str]) -> dict[str, str]:
-    """By name in tables: the configuration of each policy. Raises what `policy_text` raises."""
-    from fairlead.lab.simulator.run import policy_text
+    """By name in tables: the configuration of each policy. Prints notes. Raises what `policy_text` raises."""
+    from fairlead.lab.simulator.run import config_from, note_of_schedulers, policy_text
 
     texts: dict[str, str] = {}
     for given in policies:
         name, text = _name(given), policy_text(given)
         if texts.setdefault(name, text) != text:
             raise ValueError(f"two policies are called {name!r}; give one a name of its own: -p NAME=FILE")
+        if said := note_of_schedulers(name, config_from(text)[0]):
+            typer.echo(plain(said), err=True)
     return texts
 
 

@@ -131,11 +131,13 @@ def _run(spec: object, text: str, policy: str, seed: int, validate: bool, as_jso
     from fairlead.lab.simulator.build import ScenarioSpec, build
     from fairlead.lab.simulator.grid import for_json
     from fairlead.lab.simulator.result import request_table, summarise
-    from fairlead.lab.simulator.run import config_from
+    from fairlead.lab.simulator.run import config_from, note_of_schedulers
     from fairlead.lab.simulator.simulation import Simulation
 
     assert isinstance(spec, ScenarioSpec)
     config, registry = config_from(text)
+    if said := note_of_schedulers(policy, config):
+        typer.echo(plain(said), err=True)
     if spec.prefill and not config.policy.may_split:
         spec = msgspec.structs.replace(spec, prefill=0)
         typer.echo("note: all servers do both, because no request is split", err=True)

@@ -127,6 +127,17 @@ def test_a_policy_that_splits_nothing_is_simulated_on_servers_that_do_both():
     assert "note" not in call(*common, "--prefill", 2, "--policy", "prefill-decode").stderr
 
 
+@pytest.mark.parametrize("place", ["scheduler: {%s}", "canary: {percent: 5, scheduler: {%s}}"])
+def test_a_scheduler_in_another_process_is_noted_because_nobody_asks_it(tmp_path, place):
+    file = tmp_path / "mine.yaml"
+    file.write_text("policy: round-robin\n" + place % "address: '127.0.0.1:9100'")
+    few = ("--requests", 5, "--policy", file)
+    note = f"note: {file}: simulations do not ask 127.0.0.1:9100: round-robin decides"
+    compared = ("-w", "agents", "--out", tmp_path / "out", "--processes", 1)
+    assert note in call("sim", "run", "agents", *few).stderr
+    assert note in call("sim", "compare", *compared, *few).stderr
+
+
 def test_what_there_is_can_be_listed():
     listed = call("sim", "run", "--list").output
     assert "shared-prefix-20" in listed

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from fairlead.compat.load import load
+from fairlead.config.building import schedulers
 from fairlead.config.builtins import BUILTINS, POLICIES
 from fairlead.config.plugins import build_policy
 from fairlead.config.problems import suggestion
@@ -161,6 +162,12 @@ def config_from(text: str | Path) -> tuple[Config, Registry | None]:
     if isinstance(text, str):
         text, registry = configuration(text)
     return load(text, need_endpoints=False, registry=registry), registry
+
+
+def note_of_schedulers(name: str, config: Config) -> str:
+    """A note if the policy called `name` names schedulers in other processes; empty = it names none."""
+    addresses = ", ".join(settings.address for settings in schedulers(config).values())
+    return f"note: {name}: simulations do not ask {addresses}: {config.policy.name} decides" if addresses else ""
 
 
 def simulate(

@@ -6,7 +6,7 @@ Rules
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from msgspec import Struct
@@ -16,8 +16,8 @@ from fairlead.config.schema import Config, SchedulerSettings
 from fairlead.core.events import Event
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import AskRemote
-from fairlead.core.records import OutcomeRecord
 from fairlead.server.observe.log import get
+from fairlead.server.observe.watch import Listener
 from fairlead.server.remote.client import RemoteClient
 from fairlead.server.remote.stream import check_tls
 
@@ -39,10 +39,9 @@ class Connections(Struct, eq=False):
         if connection is not None:
             connection[1].ask(question)
 
-    def hear(self, outcomes: Sequence[OutcomeRecord]) -> None:
-        """Tell all schedulers how requests ended, whoever decided them."""
-        for _, client in self._open.values():
-            client.hear(outcomes)
+    def listeners(self) -> list[Listener]:
+        """What takes the ends of requests, whoever decided them, to the schedulers."""
+        return [client.hear for _, client in self._open.values()]
 
     def unheard(self) -> dict[str, int]:
         """The number of outcomes that a scheduler was too slow for, by name."""

@@ -29,6 +29,7 @@ from fairlead.core.view import FleetView
 from fairlead.plugins.policies.cost_model import CostModel
 from fairlead.server.live.choosers import of_gateway
 from fairlead.server.observe.log import get
+from fairlead.server.observe.watch import Listener
 from fairlead.server.remote.client import RemoteClient
 from fairlead.server.shadow_runner import MAX_FAILURES, PASSED, ShadowRunner
 
@@ -99,12 +100,10 @@ class LiveShadows(Struct, eq=False):
         for remote in self._remotes:
             loop.call_soon(remote.ask, case)
 
-    def hear(self, outcomes: Sequence[OutcomeRecord]) -> None:
-        """Tell the shadows how requests ended. The deciding policy had sent them."""
-        if self._runner is not None:
-            self._runner.hear(outcomes)
-        for remote in self._remotes:
-            remote.hear(outcomes)
+    def listeners(self) -> list[Listener]:
+        """What takes the ends of requests, which the deciding policy had sent, to the shadows."""
+        runner = [] if self._runner is None else [self._runner.hear]
+        return [*runner, *(remote.hear for remote in self._remotes)]
 
     def unheard(self) -> dict[str, int]:
         """The number of outcomes that shadows were too slow for. Built-in shadows leave out the same ones, as `""`."""

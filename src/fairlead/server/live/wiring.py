@@ -11,7 +11,7 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from fairlead.core.instructions import (
     RefuseConfiguration,
     WarmUp,
 )
-from fairlead.core.records import OutcomeRecord, ShadowRecord, StallRecord
+from fairlead.core.records import ShadowRecord, StallRecord
 from fairlead.core.reports import SharedFleet
 from fairlead.gateway.answers import Answers
 from fairlead.gateway.driver import Driver, Handlers
@@ -334,18 +334,12 @@ class Core:
             served=self.served.names,
             skipped=self.shadows.skipped,
             cut=self.shadows.cut,
-            hear=self._hear,
             counts_log=gateway.is_counted_here,
             one_of_several=pace is not None,
             objective=Objective(ttft_ms=scaling.ttft * 1e3, tpot_ms=scaling.tpot * 1e3, startup_s=scaling.startup),
         )
 
         show_unheard(self.watch.metrics.registry, lambda: self.connections.unheard() | self.shadows.unheard())
-
-    def _hear(self, outcomes: Sequence[OutcomeRecord]) -> None:
-        """Tell those outside of the pipeline how requests ended."""
-        self.connections.hear(outcomes)
-        self.shadows.hear(outcomes)
 
     def _serves(self, model: str) -> bool:
         """Whether a model is defined, or an endpoint lists it; true for any name unless all endpoints list theirs."""

@@ -38,6 +38,8 @@ log = get("schedule")
 POOL = "default"
 
 
+#: Receives outcomes.
+Listener = Callable[[Sequence[OutcomeRecord]], object]
 #: At most this many decisions, and as many outcomes, wait to be counted.
 _BATCH = 64
 #: At most this many ends of requests are kept for percentiles of the last seconds.
@@ -58,11 +60,10 @@ class Watch:
 
     `on_routed` receives the endpoint of each routed request that is not in `awake` at the time. `tracing` receives
     every record immediately. `scrapes`: the scraper's totals. `served` returns the models that endpoints list.
-    `skipped`, `cut`: see `ShadowMetrics`. `hear` receives all outcomes, when they are counted. `objective`: the
-    latencies that the desired number of endpoints is computed for. `counts_log`: whether this process counts what only
-    the gateway's access log shows (requests routed without asking, uploads that it ended); of several workers, which
-    all get the log, only one does. `one_of_several`: the process serves several pools; then all metrics have the pool
-    as a label, and `LivePools` watches the process.
+    `skipped`, `cut`: see `ShadowMetrics`. `objective`: the latencies that the desired number of endpoints is computed
+    for. `counts_log`: whether this process counts what only the gateway's access log shows (requests routed without
+    asking, uploads that it ended); of several workers, which all get the log, only one does. `one_of_several`: the
+    process serves several pools; then all metrics have the pool as a label, and `LivePools` watches the process.
 
     Records are counted in batches, decisions before outcomes, or when somebody reads the counts. Counting them one by
     one is slower, because the CPU's caches are cold, and would delay each decision while its request waits. Records
@@ -82,14 +83,12 @@ class Watch:
         served: Callable[[], Iterable[str]] = tuple,
         skipped: Callable[[], Mapping[tuple[str, str], int]] = dict,
         cut: Callable[[], Mapping[str, str]] = dict,
-        hear: Callable[[Sequence[OutcomeRecord]], object] = lambda outcomes: None,
         objective: Objective | None = None,
         counts_log: bool = True,
         one_of_several: bool = False,
     ) -> None:
         self.fleet, self._counts_log, self._now = fleet, counts_log, now
-        self.journal = RecentDecisions()
-        self._listed = served
+        self.journal, self._listed = RecentDecisions(), served
         self.metrics = SchedulerMetrics(
             now,
             self.status,
@@ -122,11 +121,11 @@ class Watch:
         self._silent: dict[str, str] = {}  # endpoint id → why its load cannot be read
         #: Endpoint id → the worst level of its hang that was logged, and when (clock seconds) its last progress was.
         self._hangs: dict[str, tuple[int, float]] = {}
-        self._hear = hear
         self._on_routed, self._awake, self._tracing, self._scrapes = on_routed, awake, tracing, scrapes
         self.decision_id: DecisionId | None = None  # `None` = our decisions have no ids
         self._peers_load, self.any_role = PeersLoad(), False  # see `watch_roles`
         self._alone: Callable[[], bool] = lambda: False
+        self._listeners: Sequence[Listener] = ()  # see `let_hear`
         self.standby: Callable[[], bool] = lambda: self.kube.standby  # whether gateways ask another process
         self._measured = False, False, 0  # `standby()`, `_alone()`, the breaks of the peers' load at the last reading
         #: Receives every counted record too; `None` = the dashboard has no viewer.
@@ -178,7 +177,8 @@ class Watch:
             self.journal.on_decisions(decisions)
             self._count_prompts(decisions)
         if outcomes:
-            self._hear(outcomes)
+            for listener in self._listeners:
+                listener(outcomes)
             self.newest.extend(outcomes)
             self.metrics.on_outcomes(outcomes)
             self.journal.on_outcomes(outcomes)
@@ -289,6 +289,10 @@ class Watch:
         self._apart = bool(roles) and (self._apart or any(_part_only(e) for _, e in self.fleet.table.slots()))
         numbers = {role: self.desired_replicas(role) for role in (roles if self._apart else ("",))}
         return {role: number for role, number in numbers.items() if number is not None}
+
+    def let_hear(self, listeners: Sequence[Listener]) -> None:
+        """Pass outcomes to these from now on, when they are counted."""
+        self._listeners = listeners
 
     def watch_prompts(self, may_split: MaySplit | None) -> None:
         """Compute the desired number by role too; `None` = the policy splits no requests."""
