@@ -179,7 +179,10 @@ MaxModelLen = Annotated[
     int, typer.Option(metavar="TOKENS", min=0, help="Prompt plus output.", show_default="the preset's")
 ]
 KvTokens = Annotated[
-    int, typer.Option(metavar="TOKENS", min=0, help="KV cache of one replica.", show_default="the preset's")
+    int,
+    typer.Option(
+        metavar="TOKENS", min=0, max=100_000_000, help="KV cache of one replica.", show_default="the preset's"
+    ),
 ]
 BlockSize = Annotated[
     int, typer.Option(metavar="TOKENS", min=0, help="Size of a KV block.", show_default="the preset's")

@@ -138,22 +138,31 @@ def _case(
     from fairlead.lab.simulator.build import build
     from fairlead.lab.simulator.objective import objectives
     from fairlead.lab.simulator.plan import Case
-    from fairlead.plugins.params import typed_duration
 
     wanted, now = objectives(slo), 0
     decider, decides = _decider(policy, None, split)
     if live:
-        scenario, scheduling, now = _recorded(live, typed_duration(last), spec)
+        scenario, scheduling, now = _recorded(live, _duration(last, "--last"), spec)
         decider, decides = _decider(policy, scheduling, split)
     else:
         scenario = build(spec)
     if not scenario.workload.records:
         raise ValueError(f"{spec.source or live} has no requests")
-    counted_s = typed_duration(warm_up) or scenario.counted_from_s
+    counted_s = _duration(warm_up, "--warm-up") or scenario.counted_from_s
     if not any(record.arrival_us >= counted_s * 1e6 for record in scenario.workload.records):
         last_s = scenario.workload.duration_s
         raise ValueError(f"--warm-up {warm_up} leaves no request: the last comes after {last_s:,.0f} s")
     return Case(structs.replace(scenario, counted_from_s=counted_s), wanted, decides, spare), now, decider
+
+
+def _duration(text: str, option: str) -> float:
+    """The seconds that `option` gave. Raises `ValueError`."""
+    from fairlead.plugins.params import typed_duration
+
+    try:
+        return typed_duration(text)
+    except ValueError as error:
+        raise ValueError(f"{option} {text}: {error}") from None
 
 
 def _decider(policy: str, recorded: Any, split: bool) -> tuple[str, Any]:

@@ -253,6 +253,10 @@ def test_only_for_an_unknown_authority_a_file_of_authorities_helps(why: str, hin
         (["sim", "run", "agents", "--kv-tokens", "5"], "no whole block of 64 tokens"),
         (["sim", "quality", "--out", "random.yaml"], "'random.yaml' is a file"),
         (["sim", "workload", "generate", "conversation", "-n", "1", "--set", "turns=x"], "turns: expected `float`"),
+        (["sim", "workload", "generate", "conversation", "-n", "1", "--arrivals", "bursty", "--cv", "inf"], "not inf"),
+        (["sim", "workload", "generate", "conversation", "--seconds", "inf"], "arrivals never end"),
+        (["sim", "run", "agents", "--kv-tokens", "99999999999999"], "less than or equal to 100000000"),
+        (["plan", "--workload", "interactive-chat", "--seconds", "5", "--warm-up", "foo"], "--warm-up foo: expected"),
         (["plan", "--live", "http://[::1"], "--live: expected HOST:PORT or a URL"),
     ],
 )

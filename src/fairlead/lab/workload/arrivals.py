@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate, count, islice, repeat, takewhile
 from random import Random
 
+#: A larger rate, duration or variation is a mistake, or leaves nothing to draw.
+MOST = 1e9
 #: Makes endless ascending offsets in seconds, from 0.
 Arrivals = Callable[[Random], Iterator[float]]
 
@@ -63,7 +65,7 @@ def _thinned(most: float, rate_at: Callable[[float], float]) -> Arrivals:
 
 def times(arrivals: Arrivals, rng: Random, *, count: int = 0, seconds: float = 0.0) -> list[float]:
     """The first `count` offsets, or those within `seconds`, whichever are fewer. One of the two must be given."""
-    if count <= 0 and seconds <= 0:
+    if count <= 0 and not 0 < seconds < MOST:
         raise ValueError("give a count or a duration: arrivals never end by themselves")
     offsets = arrivals(rng)
     if seconds > 0:
@@ -73,5 +75,5 @@ def times(arrivals: Arrivals, rng: Random, *, count: int = 0, seconds: float = 0
 
 def _positive(*values: float) -> None:
     for value in values:
-        if not value > 0:
-            raise ValueError(f"rates, durations and variations must be above 0, not {value}")
+        if not 0 < value < MOST:
+            raise ValueError(f"rates, durations and variations must be above 0 and below {MOST:,.0f}, not {value:g}")
