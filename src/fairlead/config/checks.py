@@ -20,7 +20,7 @@ from fairlead.apis.engine_metrics import (
     parse_spec,
     unknown_engine,
 )
-from fairlead.config.endpoint_list import HOST_LABEL, PORT_LABEL, Listed, port_number
+from fairlead.config.endpoint_list import HOST_LABEL, NO_HOST, PORT_LABEL, Listed, is_host, port_number
 from fairlead.config.problems import Place, Report, shorten
 from fairlead.config.schema import (
     CHECKED_ELSEWHERE,
@@ -69,6 +69,7 @@ def resolve(settings: Settings, base: Path | None, report: Report) -> Settings:
     if not als.port:
         als = als.model_copy(update={"port": ext_proc.port})
     settings = settings.model_copy(update={"ext_proc": ext_proc, "als": als})
+    _check_hosts(settings, report)
     _check_ports(settings, report)
     if settings.gateway.mode == "none" and settings.gateway.asks:
         hint = "let your gateway know its clients and set x-llm-d-inference-fairness-id"
@@ -189,6 +190,14 @@ def _check_listener(gateway: Gateway, report: Report) -> None:
         report.add(("gateway", "port"), "several Envoys need a port that they share, so it cannot be 0")
     if gateway.admin_port and gateway.admin_port + gateway.envoys > 65536:
         report.add(("gateway", "adminPort"), f"{gateway.envoys} Envoys have no {gateway.envoys} ports from there on")
+
+
+def _check_hosts(settings: Settings, report: Report) -> None:
+    ext_proc, admin = settings.ext_proc.host, settings.admin
+    hosts = {("extProc", "host"): ext_proc, ("admin", "host"): admin.host, ("admin", "metricsHost"): admin.metrics_host}
+    for place, host in hosts.items():
+        if host and not is_host(host.strip("[]")):
+            report.add(place, f"{shorten(host)!r} {NO_HOST}", "no port, scheme or IPv6 zone")
 
 
 def _check_ports(settings: Settings, report: Report) -> None:

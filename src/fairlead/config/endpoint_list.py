@@ -40,7 +40,8 @@ _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 _HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 #: The label with the port of the metrics page.
 PORT_LABEL, HOST_LABEL = "metricsPort", "metricsAddress"
-_NO_HOST = "is neither an IP address nor a host name"
+#: What is wrong with a text that is not `is_host`.
+NO_HOST = "is neither an IP address nor a host name"
 _DIGITS = re.compile(r"[0-9]{1,5}")
 
 
@@ -169,11 +170,20 @@ def _host(entry: _Entry, text: str) -> tuple[str, bool]:
         address = ip_address(bare)
     except ValueError:
         if bare != text or not _is_host_name(bare):
-            raise entry.wrong("address", f"{text[:80]!r} {_NO_HOST}") from None
+            raise entry.wrong("address", f"{text[:80]!r} {NO_HOST}") from None
         return bare, False
     if isinstance(address, IPv6Address) and address.scope_id:
         raise entry.wrong("address", "an IPv6 zone cannot be dialled by the gateway")
     return str(address), True
+
+
+def is_host(text: str) -> bool:
+    """Whether the text is an IP address without a zone, or a host name."""
+    try:
+        ip_address(text)
+    except ValueError:
+        return _is_host_name(text)
+    return "%" not in text
 
 
 def _is_host_name(text: str) -> bool:
@@ -229,12 +239,9 @@ def _metrics_url(entry: _Entry, labels: Mapping[str, str]) -> str:
         place = (*entry.place_of("labels"), PORT_LABEL)
         raise WrongEntry(f"{other_port[:80]!r} is not a port", entry.line("labels"), place)
     other_host = labels.get(HOST_LABEL)
-    if other_host and not _is_host_name(other_host):
-        try:
-            ip_address(other_host)
-        except ValueError:
-            place, hint = (*entry.place_of("labels"), HOST_LABEL), f"a port goes into {PORT_LABEL}"
-            raise WrongEntry(f"{other_host[:80]!r} {_NO_HOST}", entry.line("labels"), place, hint) from None
+    if other_host and not is_host(other_host):
+        place, hint = (*entry.place_of("labels"), HOST_LABEL), f"a port goes into {PORT_LABEL}"
+        raise WrongEntry(f"{other_host[:80]!r} {NO_HOST}", entry.line("labels"), place, hint)
     return ""
 
 

@@ -245,6 +245,8 @@ BAD: list[tuple[str, list[tuple[str, int, str, str]]]] = [
     (ONE + "gateway: {host: ''}", [("$.gateway.host", 2, "length >= 1", "")]),
     (ONE + "gateway: {host: localhost}", [("$.gateway.host", 2, "expected an IP address", "127.0.0.1")]),
     (ONE + "gateway: {host: 'fe80::1%eth0'}", [("$.gateway.host", 2, "cannot listen on a link-local address", "'::'")]),
+    (ONE + "admin: {host: 'a b'}", [("$.admin.host", 2, "neither an IP address nor a host name", "no port")]),
+    (ONE + "extProc: {host: '10.0.0.1:9002'}", [("$.extProc.host", 2, "neither an IP address nor", "no port")]),
     (ONE + "gateway: {host: '::1%lo'}", [("$.gateway.host", 2, "or in an IPv6 zone", "'::'")]),
     (ONE + "gateway: {host: '[::1]'}", [("$.gateway.host", 2, "expected an IP address, got '[::1]'", "")]),
     (ONE + "gateway: {port: 0, envoys: 2}", [("$.gateway.port", 2, "it cannot be 0", "")]),
