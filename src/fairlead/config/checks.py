@@ -193,11 +193,19 @@ def _check_listener(gateway: Gateway, report: Report) -> None:
 
 
 def _check_hosts(settings: Settings, report: Report) -> None:
+    """Check addresses at which a start would fail."""
     ext_proc, admin = settings.ext_proc.host, settings.admin
     hosts = {("extProc", "host"): ext_proc, ("admin", "host"): admin.host, ("admin", "metricsHost"): admin.metrics_host}
     for place, host in hosts.items():
         if host and not is_host(host.strip("[]")):
             report.add(place, f"{shorten(host)!r} {NO_HOST}", "no port, scheme or IPv6 zone")
+    via = settings.replicas.via
+    urls = {("tracing", "endpoint"): settings.tracing.endpoint, ("replicas", "via"): "" if "+sentinel:" in via else via}
+    for place, url in urls.items():
+        try:
+            _ = urlsplit(url).port
+        except ValueError as error:
+            report.add(place, f"no URL: {error}")
 
 
 def _check_ports(settings: Settings, report: Report) -> None:

@@ -245,6 +245,8 @@ BAD: list[tuple[str, list[tuple[str, int, str, str]]]] = [
     (ONE + "gateway: {host: ''}", [("$.gateway.host", 2, "length >= 1", "")]),
     (ONE + "gateway: {host: localhost}", [("$.gateway.host", 2, "expected an IP address", "127.0.0.1")]),
     (ONE + "gateway: {host: 'fe80::1%eth0'}", [("$.gateway.host", 2, "cannot listen on a link-local address", "'::'")]),
+    (ONE + "tracing: {endpoint: 'http://[::1'}", [("$.tracing.endpoint", 2, "no URL: Invalid IPv6", "")]),
+    (ONE + "replicas: {via: 'valkey://h:99999'}", [("$.replicas.via", 2, "no URL: Port out of range", "")]),
     (ONE + "admin: {host: 'a b'}", [("$.admin.host", 2, "neither an IP address nor a host name", "no port")]),
     (ONE + "extProc: {host: '10.0.0.1:9002'}", [("$.extProc.host", 2, "neither an IP address nor", "no port")]),
     (ONE + "gateway: {host: '::1%lo'}", [("$.gateway.host", 2, "or in an IPv6 zone", "'::'")]),
