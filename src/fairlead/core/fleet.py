@@ -554,7 +554,7 @@ class Fleet:
             if now - lease.charged_at > OVERDUE_S and not self.table.suspicion[lease.slot]:
                 self.stalls.hedged_in_vain()
             else:
-                self.answered(lease.slot, False, now)
+                self.answered(lease.slot, False, now, blame=self.blame(lease, now))
         if first_token:
             self.stalls.moved(slot, now)
         moved = self.charge(lease.request, slot, now, 0, 2 * lease.growth_tokens)

@@ -161,7 +161,7 @@ class Answers:
 def _retry_headers(steps: int) -> bytes:
     """`steps`: four times the binary logarithm of the hedging delay in milliseconds; 0 = no hedging."""
     hedge = ext_proc.set_header(HEDGE_AFTER, b"%d" % ceil(2.0 ** (steps / 4))) if steps else b""
-    return ext_proc.set_header(RETRY_ON, b"reset") + hedge
+    return ext_proc.set_header(RETRY_ON, b"reset,5xx") + hedge
 
 
 def _parts(

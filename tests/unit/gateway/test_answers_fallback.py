@@ -79,9 +79,9 @@ def retry(mode: str, repeatable: bool, hedge_after_ms: float) -> dict[str, str]:
 
 def test_the_gateway_is_told_what_it_may_repeat_and_when() -> None:
     on, after = "x-envoy-retry-on", "x-envoy-upstream-rq-per-try-timeout-ms"
-    assert retry("hedge", True, 4000.0) == {on: "reset", after: "4096"}
-    assert retry("hedge", True, 0.0) == {on: "reset"}, "never overdue"
-    assert retry("unanswered", True, 4000.0) == {on: "reset"}
+    assert retry("hedge", True, 4000.0) == {on: "reset,5xx", after: "4096"}
+    assert retry("hedge", True, 0.0) == {on: "reset,5xx"}, "never overdue"
+    assert retry("unanswered", True, 4000.0) == {on: "reset,5xx"}
     assert retry("connect", True, 4000.0) == retry("hedge", False, 4000.0) == {}
 
 
