@@ -307,7 +307,7 @@ class Feed:
             if number > 1:  # vLLM's first number is 0, that of llm-d's simulator is 1
                 self.cache.provisional = True
         elif number <= self.last:
-            if batch.ts <= self.last_ts:
+            if batch.ts <= self.last_ts and not self._reconnected:  # sent once, so not again after the connection broke
                 self._waiting = None
                 return
             self._restart(emptied=True)

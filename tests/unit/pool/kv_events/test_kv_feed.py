@@ -307,6 +307,14 @@ def test_reconnecting_without_replay() -> None:
     assert case.blocks == [1010] and case.feed.count.restarts == 1 and case.feed.cache.provisional
 
 
+def test_an_engine_whose_clock_was_ahead_is_heard_after_its_restart() -> None:
+    case = Case(can_replay=False)
+    case.live(batch(0), batch(7, ts=1e14))
+    case.feed.connection_lost()
+    case.live(batch(0, life=1), batch(1, life=1))
+    assert case.blocks == [1001, 1002] and case.feed.count.restarts == 1
+
+
 def test_resuming_from_a_snapshot() -> None:
     case = Case(can_replay=True)
     case.feed.resume(Place(1, 1.0))
