@@ -316,6 +316,7 @@ async def test_what_somebody_else_writes_there_does_no_harm(url: str) -> None:
     (directory / f"noise{FACTS}").write_bytes(Random(1).randbytes(RING + 64))
     (directory / f"folder{FACTS}").mkdir()
     (directory / f"link{FACTS}").symlink_to("/dev/zero")
+    os.mkfifo(directory / f"pipe{FACTS}")
     one, other = Teller("a", url), Teller("b", url)
     async with running(one, other):
         one.say("before")

@@ -290,7 +290,8 @@ class _Ring:
     @classmethod
     def open(cls, path: Path) -> "_Ring":
         """Open another replica's file for reading. Raises `OSError`, or `ValueError` for another kind of file."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        # Without O_NONBLOCK, opening a named pipe would wait for somebody who writes to it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             ring = cls(descriptor, writes=False)
         except BaseException:
