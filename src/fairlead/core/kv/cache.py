@@ -379,7 +379,7 @@ class Orphans:
         self._entries: OrderedDict[tuple[int, int], Orphan] = OrderedDict()
         self._children: dict[tuple[str, int], dict[tuple[int, int], Orphan]] = {}
         #: Of those, the parents that were stored meanwhile, with their keys and the depth of the next block.
-        self.parents: dict[tuple[str, int], tuple[int, int]] = {}
+        self.known_parents: dict[tuple[str, int], tuple[int, int]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -388,7 +388,7 @@ class Orphans:
         """Note which of these blocks orphans wait for. They follow `depth` other blocks."""
         for index, digest in enumerate(hashes, 1):
             if (scope, digest) in self._children:
-                self.parents.setdefault((scope, digest), (keys[index - 1], depth + index))
+                self.known_parents.setdefault((scope, digest), (keys[index - 1], depth + index))
 
     def add(self, orphan: Orphan) -> None:
         """Keep an orphan, or count one more copy of it. This may drop the oldest orphan."""
@@ -448,12 +448,12 @@ class Orphans:
         del children[name]
         if not children:
             del self._children[waiting]
-            self.parents.pop(waiting, None)
+            self.known_parents.pop(waiting, None)
 
     def validate(self) -> None:
         """Raise `AssertionError` if the two indexes, the shelves or the bytes disagree."""
         assert self.nbytes == sum(orphan.nbytes for orphan in self._entries.values()) <= self.most_bytes
         assert sum(map(len, self._children.values())) == len(self._entries)
-        assert self.parents.keys() <= self._children.keys()
+        assert self.known_parents.keys() <= self._children.keys()
         for (number, digest), orphan in self._entries.items():
             assert digest in orphan.shelf.orphans and orphan.shelf.number == number and orphan.copies > 0

@@ -285,11 +285,11 @@ class KvIndex:
     @property
     def idle(self) -> bool:
         """Whether `tend` has nothing to do."""
-        return not self._dead and not self.orphans.parents
+        return not self._dead and not self.orphans.known_parents
 
     def tend(self, now: float) -> bool:
         """Do a part of the deferred work (at most 0.3 ms). Return whether there is more."""
-        if self.orphans.parents:
+        if self.orphans.known_parents:
             self._adopt_some()
         elif self._dead:
             self._take_apart()
@@ -299,7 +299,7 @@ class KvIndex:
 
     def _adopt_some(self) -> None:
         """Store some of the orphans of one parent."""
-        (model, parent), (key, depth) = next(iter(self.orphans.parents.items()))
+        (model, parent), (key, depth) = next(iter(self.orphans.known_parents.items()))
         space = self.space
         for orphan in islice(self.orphans.adopt(model, parent), _ADOPTED_AT_ONCE):
             shelf = orphan.shelf

@@ -358,7 +358,7 @@ def test_a_parent_that_is_stored_again_and_again_is_noted_once() -> None:
     for _ in range(1000):  # its publisher is always busy, so no orphan is adopted meanwhile
         apply(index, cache, orphan, 0.0)
         apply(index, cache, BlocksStored([100], 0, parent, BLOCK), 0.0)
-        assert len(index.orphans.parents) == 1
+        assert len(index.orphans.known_parents) == 1
         apply(index, cache, BlocksRemoved([101]), 0.0)
         assert index.idle
         apply(index, cache, BlocksRemoved([100]), 0.0)
