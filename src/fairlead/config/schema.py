@@ -109,8 +109,8 @@ class Gateway(Section):
     retry: Literal["connect", "unanswered", "hedge"] = Field(
         default="hedge",
         description="When a request goes to its fallback endpoint. `connect`: if the chosen endpoint cannot be "
-        "reached. `unanswered`: also if it answers 5xx, or breaks off before the first byte. `hedge`: also if that byte "
-        "is overdue; the first to answer wins.",
+        "reached. `unanswered`: also if it answers 5xx, or breaks off before the first byte. `hedge`: also if that "
+        "byte is overdue; the first to answer wins.",
     )
     fail_open: bool = Field(
         default=True,
