@@ -13,6 +13,7 @@ from ports import free_ports
 
 from fairlead.doctor.checks import scheduler as scheduling
 from fairlead.doctor.run import Examination
+from fairlead.gateway.envoy.binary import find_envoy
 from fairlead.lab.stub.kv_publisher import KvEventsConfig
 
 pytestmark = [pytest.mark.envoy, pytest.mark.usefixtures("envoy_binary")]
@@ -108,9 +109,13 @@ async def test_the_embedded_gateways_configuration_is_tried(
 ) -> None:
     config: Json = {"endpoints": pool_of(await world.stubs(1)), "gateway": "embedded"}
     assert (await world.examined(config, only=("gateway",))).well
-    found = await world.examined(config | {"gateway": {"host": "fe80::1%nowhere"}}, only=("gateway",))
+    refusing = world.directory / "refusing"
+    refusing.write_text(f'#!/bin/sh\nexec "{find_envoy()}" --no-such-option "$@"\n')
+    refusing.chmod(0o755)
+    monkeypatch.setenv("FAIRLEAD_ENVOY", str(refusing))
+    found = await world.examined(config, only=("gateway",))
     assert codes(found) == {"gateway.refused"}
-    assert "malformed IP address" in found.findings[0].evidence
+    assert "Envoy ended with code 1" in found.findings[0].evidence
     monkeypatch.setenv("FAIRLEAD_ENVOY", str(world.directory / "envoy"))
     assert codes(await world.examined(config, only=("gateway",))) == {"gateway.no-envoy"}
 
