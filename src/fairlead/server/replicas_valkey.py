@@ -17,9 +17,9 @@ Rules
 * Positions in the stream are times of the server's clock, which may be set. So the stream is trimmed up to a position
   (MINID) that we read long enough ago by our own clock.
 * A full server refuses the entries that would trim the stream, as one does after an entry with the highest position, so
-  whoever is refused deletes the stream. The others
-  notice the missing batches. If the clock was set back before that, new positions are below those read before. A writer
-  notices that, reads on from its own entry, and asks all others for snapshots.
+  whoever is refused deletes the stream. The others notice the missing batches. If the clock was set back before that,
+  new positions are below those read before. A writer notices that, reads on from its own entry, and asks all others for
+  snapshots.
 * A new replica asks all others for a snapshot and reads the stream meanwhile. A replica that finds a gap does the same.
   A snapshot is written after the batches that it includes and before all later ones.
 * A set of replicas with too many names, or that the server does not send in time, is deleted: each replica adds itself

@@ -24,6 +24,7 @@ from fairlead.config.schema import Admin
 from fairlead.core.endpoint import host_port
 from fairlead.pool.aio import read_at_most, set_within
 from fairlead.pool.kube.elector import Elector
+from fairlead.server.http_port import send_file
 from fairlead.server.observe.log import get
 from fairlead.server.state import StateFile
 
@@ -64,11 +65,11 @@ class Handover:
         self._read_at = ""
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
-        """The page: the file of the pool `?pool=`. The operating system copies it to the socket."""
+        """The page: the file of the pool `?pool=`."""
         state = self._states().get(request.query.get("pool", ""))
-        if state is None or not self._tells:
+        if state is None or not self._tells or not state.path.exists():
             raise web.HTTPNotFound
-        return web.FileResponse(state.path)
+        return await send_file(request, state.path, READ_S)
 
     def changed(self) -> None:
         self._woken.set()
