@@ -245,7 +245,7 @@ class PoolScheduler:
         self.core.connections.follow(config)
         self.core.host.understanding.canary(config.canary.percent > 0)
         self.core.shadows.follow(config, scheduling.on_trial)
-        self.watch.let_hear([*self.core.connections.listeners(), *self.core.shadows.listeners()])
+        self.watch.set_listeners([*self.core.connections.listeners(), *self.core.shadows.listeners()])
         self.watch.choosers.follow(scheduling.remotes, scheduling.policy)
         plugin = config.policy.plugin if config.policy.splits else None
         self.watch.watch_prompts(None if plugin is None else plugin.parameters.may_split)

@@ -125,7 +125,7 @@ class Watch:
         self.decision_id: DecisionId | None = None  # `None` = our decisions have no ids
         self._peers_load, self.any_role = PeersLoad(), False  # see `watch_roles`
         self._alone: Callable[[], bool] = lambda: False
-        self._listeners: Sequence[Listener] = ()  # see `let_hear`
+        self._listeners: Sequence[Listener] = ()  # see `set_listeners`
         self.standby: Callable[[], bool] = lambda: self.kube.standby  # whether gateways ask another process
         self._measured = False, False, 0  # `standby()`, `_alone()`, the breaks of the peers' load at the last reading
         #: Receives every counted record too; `None` = the dashboard has no viewer.
@@ -290,7 +290,7 @@ class Watch:
         numbers = {role: self.desired_replicas(role) for role in (roles if self._apart else ("",))}
         return {role: number for role, number in numbers.items() if number is not None}
 
-    def let_hear(self, listeners: Sequence[Listener]) -> None:
+    def set_listeners(self, listeners: Sequence[Listener]) -> None:
         """Pass outcomes to these from now on, when they are counted."""
         self._listeners = listeners
 

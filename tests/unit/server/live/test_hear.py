@@ -35,7 +35,7 @@ async def test_another_process_hears_of_outcomes(place: str, tmp_path: Path, mon
     core = Core(config, asyncio.get_running_loop(), None, print, print)
     core.connections.follow(config)
     core.shadows.follow(config, core.builder.scheduling.on_trial)
-    core.watch.let_hear([*core.connections.listeners(), *core.shadows.listeners()])
+    core.watch.set_listeners([*core.connections.listeners(), *core.shadows.listeners()])
     core.driver.feed(EndpointUp(Endpoint("e", "10.0.0.1:8000")))
     Learns.heard.clear()
     try:
