@@ -403,9 +403,10 @@ def _with_transfers(parse: Callable[..., ParsedRequest]) -> Callable[..., Parsed
     """Parse as `parse` does, but accept what names hosts to the engine: the client is a proxy that may."""
 
     def parsed(path: str, body: bytes, content_type: str = "", *, content_encoding: str = "") -> ParsedRequest:
-        for read in (body, without_transfers(body)):
-            with suppress(TransferError):
-                return parse(path, read, content_type, content_encoding=content_encoding)
+        with suppress(TransferError):
+            return parse(path, body, content_type, content_encoding=content_encoding)
+        with suppress(TransferError):
+            return parse(path, without_transfers(body), content_type, content_encoding=content_encoding)
         return too_large(path, body)
 
     return parsed
