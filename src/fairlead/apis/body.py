@@ -142,8 +142,8 @@ class Reader(Generic[B]):
 
 
 def refuse_transfers(raw: bytes | Raw) -> None:
-    """Raise a `TransferError` if JSON that cannot be read seems to have one of `TRANSFERS` as a key. UTF-16 and UTF-32,
-    which Python's `json` reads, are ASCII letters with zeros."""
+    """Raise a `TransferError` if JSON that is not decoded seems to have one of `TRANSFERS` as a key, at any depth.
+    UTF-16 and UTF-32, which Python's `json` reads, are ASCII letters with zeros."""
     if match := _TRANSFER.search(bytes(raw).replace(b"\0", b"")):
         raise TransferError(match[1].decode() if match[1] else TRANSFERS[0])
 

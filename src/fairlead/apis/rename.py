@@ -60,8 +60,9 @@ def ends_escaping(data: bytes, position: int, stop: int) -> bool:
 #   CRLF end a line (HTML Living Standard §9.2.6). A bare line with an object is a document, as for `UsageScanner`.
 # * A document that is not a JSON object passes unread. The time is linear for any bytes.
 #
-# Theory. As in `splice.model_member`, strings and brackets show the depth. Only the objects named above are read more
-# closely: in them, a string before a colon is a key. The state between chunks is a mode, a depth and a short key.
+# Theory. Two kinds of tokens show the depth: brackets, and strings, because brackets inside them do not count. Only the
+# objects named above are read more closely: in them, a string before a colon is a key. The state between chunks is a
+# mode, a depth and a short key.
 
 _NEAR = re.compile(rb'["{}\[\],:]')
 _FAR = re.compile(rb'["{}\[\]]')
@@ -73,7 +74,7 @@ _NESTED = (b'"response"', b'"message"')
 _MODEL = b'"model"'
 #: The longest name, as it is written. Names may be paths.
 _LONGEST = 4096
-#: The most brackets and quotes of a document without a name: those of ten thousand embeddings. They take 0.2 s.
+#: The most tokens that are read of a document without a name: those of ten thousand embeddings. They take 0.2 s.
 _MOST_TOKENS = 100_000
 #: Longer keys are not compared: none of the keys above is that long, even with every character escaped.
 _MAX_KEY = 64

@@ -38,7 +38,7 @@ KEYS = ("address", "labels", "metricsUrl", "name", "namespace", "port")
 _KEYS = frozenset({*KEYS, "metrics_url"})
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 _HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
-#: The label with the port of the metrics page.
+#: The labels with the port and the host of the metrics page, where they are not those of the address.
 PORT_LABEL, HOST_LABEL = "metricsPort", "metricsAddress"
 #: What is wrong with a text that is not `is_host`.
 NO_HOST = "is neither an IP address nor a host name"

@@ -39,8 +39,8 @@ PRIORITY, TENANT = -(2**31), "fairlead-warming"
 #: With this many waiting requests an endpoint is busy; seconds between two checks; the most seconds of waiting.
 BUSY, LOOK_S, PATIENCE_S = 4, 0.1, 10.0
 #: What `_send` returns if the endpoint does not serve the model: no endpoint was chosen, or the server lacks it.
-_REFUSED, _UNKNOWN = "refused", "status 404"
-_NOT_HERE = (_REFUSED, _UNKNOWN)
+_REFUSED = "refused"
+_NOT_HERE = (_REFUSED, "status 404")
 #: How many beginnings for one name are tried at an endpoint that does not serve it: the name may have other targets.
 TRIES = 3
 #: Seconds from sending a beginning to the end of its answer.
