@@ -108,7 +108,7 @@ def traffic(case: Case) -> list[Record]:
     for record in steady:
         at += chance.expovariate(case.rate)
         lora = chance.choice(ADAPTERS) if case.adapters else ""
-        records.append(replace(record, arrival_us=int(at * 1e6), lora=lora, parent="", think_ms=0.0))
+        records.append(replace(record, arrival_us=int(at * 1e6), lora=lora, session="", parent="", think_ms=0.0))
     return records
 
 

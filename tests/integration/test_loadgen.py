@@ -24,8 +24,9 @@ from fairlead.lab.load.process import run_in_process
 from fairlead.lab.load.report import summarise
 from fairlead.lab.load.runner import run
 from fairlead.lab.load.spec import Options, Progress, RunResult, RunSpec
-from fairlead.lab.load.workload import Call, Chat, ClosedLoop, Paced, Poisson, SharedPrefix
+from fairlead.lab.load.workload import Call, Chat, ClosedLoop, Paced, Poisson, Replay, SharedPrefix, Turns
 from fairlead.lab.workload.arrivals import constant
+from fairlead.lab.workload.record import Record
 
 REPOSITORY = Path(__file__).parents[2]
 OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
@@ -337,6 +338,42 @@ async def test_an_open_loop_does_not_wait_for_answers() -> None:
         result = await run(server.target, SMALL, Paced(constant(2000)), Options(requests=40))
         assert server.connections == 40
     assert reasons(result) == {"": 40}
+
+
+@pytest.mark.parametrize("at_once", [1, 100])
+async def test_turns_wait_for_the_answer_before_and_a_pause(at_once: int) -> None:
+    """Also of an answer that failed, and where later conversations begin meanwhile."""
+
+    async def slow(reader: Reader, writer: Writer) -> None:
+        while True:
+            body = await read_request(reader)
+            await asyncio.sleep(0.05)
+            writer.write(OK if b"s1" in body else b"HTTP/1.1 500 Odd\r\ncontent-length: 0\r\n\r\n")
+
+    records = [
+        Record(
+            id=f"{session}.{turn}",
+            in_tokens=9,
+            out_tokens=2,
+            arrival_us=session * 100_000 + turn,
+            parent=f"{session}.{turn - 1}",
+            think_ms=30.0,
+            session=f"s{session}",
+        )
+        for turn in range(3)
+        for session in range(3)
+    ]
+    turns = Turns(sorted(records, key=lambda record: record.arrival_us))
+    options = Options(requests=9, max_in_flight=at_once, headers={"X-Session-Id": "s1"} if at_once == 1 else {})
+    async with serving(slow) as server:
+        result = await run(server.target, Replay(turns.begun), turns, options)
+    assert reasons(result) == ({"": 9} if at_once == 1 else {"": 3, "status_500": 6})
+    begun = [record.scheduled for record in result.records]
+    assert begun == sorted(begun)
+    first = {result.origin + at for at in (0.0, 0.1, 0.2)}
+    later = [at for at in begun if min(abs(at - own) for own in first) > 1e-6]
+    assert len(later) == 6
+    assert all(min(abs(at - 0.03 - record.end) for record in result.records) < 1e-6 for at in later)
 
 
 async def test_the_hard_bound_ends_a_run_and_forgets_no_request() -> None:

@@ -319,6 +319,7 @@ class Client:
         self._address: Address | None = None
         self._heads: dict[tuple[str, str], bytes] = {}
         self._fields = _render_fields({"host": host_port(self._host, self._port), **options.headers})
+        self._fixed = {name.lower() for name in options.headers}
         self._idle: list[Connection] = []
         # In the order of sending, so the oldest request is first.
         self._busy: dict[int, tuple[Connection, Done]] = {}
@@ -404,7 +405,8 @@ class Client:
             line = f"{call.method} {call.path} HTTP/1.1\r\n"
             head = line.encode("latin-1") + self._fields + b"content-type: application/json\r\n"
             self._heads[key] = head
-        fields = _render_fields(call.headers) if call.headers else b""
+        own = {name: value for name, value in call.headers.items() if name.lower() not in self._fixed}
+        fields = _render_fields(own)
         return b"%bcontent-length: %d\r\n%b\r\n%b" % (head, len(call.body), fields, call.body)
 
     def count(self) -> None:

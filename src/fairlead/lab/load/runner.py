@@ -2,7 +2,8 @@
 
 Rules
 * A request is sent at its scheduled time whether or not earlier requests were answered (open loop), unless
-  `max_in_flight` holds it back. If it is held back or late, its latency still counts from its scheduled time.
+  `max_in_flight` holds it back. If it is held back or late, its latency still counts from its scheduled time. Of
+  `Turns`, only the answer before decides when a turn is scheduled.
 * Every scheduled request gets exactly one record. At the hard time bound, requests in flight end as `time_limit` and
   those held back as `not_sent`; requests that were not scheduled yet get no record.
 * Nothing that the server does raises. An exception in the caller's workload, arrivals or callback ends the run, and
@@ -22,7 +23,7 @@ import msgspec
 from fairlead.lab.load.connection import Client
 from fairlead.lab.load.reactor import Alarm, Reactor
 from fairlead.lab.load.spec import Options, Progress, Record, RunResult
-from fairlead.lab.load.workload import Call, ClosedLoop, OpenLoop, Workload
+from fairlead.lab.load.workload import Call, ClosedLoop, OpenLoop, Turns, Workload
 
 #: Requests sent before the loop can read responses again.
 _BURST = 32
@@ -35,7 +36,7 @@ OnProgress = Callable[[Progress], object]
 async def run(
     target: str,
     workload: Workload,
-    arrivals: OpenLoop | ClosedLoop,
+    arrivals: OpenLoop | ClosedLoop | Turns,
     options: Options,
     on_progress: OnProgress | None = None,
     name: str = "",
@@ -81,7 +82,7 @@ def _plain(value: object) -> Any:
 
 class _Load:
     def __init__(
-        self, client: Client, calls: Iterator[Call], arrivals: OpenLoop | ClosedLoop, options: Options
+        self, client: Client, calls: Iterator[Call], arrivals: OpenLoop | ClosedLoop | Turns, options: Options
     ) -> None:
         self.records: list[Record] = []
         self.cut = False
@@ -93,7 +94,8 @@ class _Load:
         self._finished: asyncio.Future[None] = client.loop.create_future()
         self._alarm = Alarm(client.loop, self._pump)
         self._closed_loop = arrivals if isinstance(arrivals, ClosedLoop) else None
-        self._offsets: Iterator[float] = iter(()) if isinstance(arrivals, ClosedLoop) else arrivals.offsets()
+        self._turns = arrivals if isinstance(arrivals, Turns) else None
+        self._offsets: Iterator[float] = iter(()) if isinstance(arrivals, ClosedLoop | Turns) else arrivals.offsets()
         #: Offset of the next arrival of an open loop, in seconds after `origin`; None = no more.
         self._next: float | None = None
         self._scheduled = 0
@@ -164,7 +166,10 @@ class _Load:
         self._client.loop.call_soon(self._pump)
 
     def _advance(self) -> None:
-        self._next = None if self._scheduled_enough() else next(self._offsets, None)
+        if self._scheduled_enough():
+            self._next = None
+        else:
+            self._next = next(self._offsets, None) if self._turns is None else self._turns.next
         if self._next is not None and 0 < self._options.duration_s <= self._next:
             self._next = None
 
@@ -175,6 +180,8 @@ class _Load:
         if self._scheduled_enough():
             return
         self._scheduled += 1
+        if self._turns is not None:
+            self._turns.begin()
         if self._client.in_flight < self._options.max_in_flight:
             self._send(scheduled)
         else:
@@ -203,6 +210,10 @@ class _Load:
             return
         if self._waiting:
             self._send(self._waiting.popleft())
+        if self._turns is not None:
+            self._turns.ended(record.index, now - self.origin)
+            self._advance()
+            self._send_due()
         if self._closed_loop is not None and not 0 < self._options.duration_s <= now - self.origin:
             self._arrive(now)
 

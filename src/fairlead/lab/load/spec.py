@@ -117,7 +117,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     read_usage: bool = True
     #: Measure the gaps between arrivals of body bytes (ITL).
     gaps: bool = True
-    #: Headers of every request.
+    #: Headers of every request, in place of a request's own of the same name.
     headers: dict[str, str] = {}
     #: The server's model time runs this many times faster than the wall clock.
     time_ratio: float = 1.0

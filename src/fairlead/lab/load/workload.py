@@ -3,8 +3,9 @@
 Pure: randomness comes from a seed, and no clock is read.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import shake_128
+from heapq import heappop, heappush
 from random import Random
 from typing import Any, Protocol
 
@@ -12,6 +13,13 @@ import msgspec
 from msgspec.structs import asdict
 
 from fairlead.core.errors import ConfigError
+from fairlead.core.headers import (
+    FAIRNESS_HEADERS,
+    OBJECTIVE_HEADERS,
+    SESSION_HEADERS,
+    TPOT_SLO_HEADERS,
+    TTFT_SLO_HEADERS,
+)
 from fairlead.lab.workload.arrivals import Arrivals, poisson
 from fairlead.lab.workload.record import Record
 
@@ -207,6 +215,8 @@ def _at_least_one(value: int, name: str) -> None:
 #   recorded workload can be a hit again.
 # * The tail of a prompt that has no id, and a prompt without ids, are shared with no other request.
 # * The text of a part of a block is a prefix of the block's text, so that the next turn of a conversation continues it.
+# * What clients say in headers goes there: session, tenant, wanted latencies, and as the name of an objective the
+#   priority. Another seed has other sessions, because it has other prompts.
 #
 # The text of a block is an extendable-output hash of its id: shorter output is a prefix of longer output. 16 tokens
 # cost 1 µs, while seeding a generator costs 5 µs.
@@ -217,7 +227,7 @@ class Replay:
 
     def __init__(
         self,
-        records: Sequence[Record],
+        records: Iterable[Record],
         *,
         model: str = "",
         fallback_model: str = "default",
@@ -239,7 +249,18 @@ class Replay:
 
     def calls(self) -> Iterator[Call]:
         for record in self._records:
-            yield Call(body=self._body(record), path=CHAT_PATH, n=record.n)
+            yield Call(body=self._body(record), path=CHAT_PATH, headers=self._headers(record), n=record.n)
+
+    def _headers(self, record: Record) -> dict[str, str]:
+        session = f"{record.session}.{self._seed}" if record.session and self._seed else record.session
+        said = {
+            SESSION_HEADERS[0]: session,
+            FAIRNESS_HEADERS[0]: record.tenant,
+            OBJECTIVE_HEADERS[0]: f"priority-{record.priority}" if record.priority else "",
+            TTFT_SLO_HEADERS[0]: f"{record.slo_ttft_ms:.15g}" if record.slo_ttft_ms else "",
+            TPOT_SLO_HEADERS[0]: f"{record.slo_tpot_ms:.15g}" if record.slo_tpot_ms else "",
+        }
+        return {name: value.encode(errors="replace").decode("latin-1") for name, value in said.items() if value}
 
     def _body(self, record: Record) -> bytes:
         fields: dict[str, Any] = {
@@ -278,6 +299,40 @@ class Recorded:
         begin = self._records[0].arrival_us if self._records else 0
         for record in self._records:
             yield (record.arrival_us - begin) * 1e-6 / self._speedup
+
+
+class Turns:
+    """Arrivals in `think` dispatch, `speedup` times as fast: a record with a parent comes `think_ms` after the parent's
+    end, the others at their own times. Which is next depends on when answers end, so send those that have `begun`."""
+
+    def __init__(self, records: Sequence[Record], speedup: float = 1.0) -> None:
+        self._speedup = speedup
+        #: (Seconds after the start, place in the workload, record) of those that wait for their time only.
+        self._coming: list[tuple[float, int, Record]] = []
+        #: Parent -> the records that wait for its end, and their places.
+        self._following: dict[str, list[tuple[int, Record]]] = {}
+        #: Those that have begun, in this order.
+        self.begun: list[Record] = []
+        known = {record.id for record in records}
+        for place, record in enumerate(records):
+            if record.parent in known:
+                self._following.setdefault(record.parent, []).append((place, record))
+            else:
+                heappush(self._coming, ((record.arrival_us - records[0].arrival_us) * 1e-6 / speedup, place, record))
+
+    @property
+    def next(self) -> float | None:
+        """Seconds from the start to the next arrival; None = none, until another request ends."""
+        return self._coming[0][0] if self._coming else None
+
+    def begin(self) -> None:
+        """Let the next arrival happen."""
+        self.begun.append(heappop(self._coming)[2])
+
+    def ended(self, number: int, offset: float) -> None:
+        """Take the end of a request by its place in `begun`, `offset` seconds after the start."""
+        for place, record in self._following.pop(self.begun[number].id, ()):
+            heappush(self._coming, (offset + record.think_ms * 1e-3 / self._speedup, place, record))
 
 
 class Paced:

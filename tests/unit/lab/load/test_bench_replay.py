@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fairlead.lab.load.workload import Paced, Recorded, Replay
+from fairlead.lab.load.workload import Paced, Recorded, Replay, Turns
 from fairlead.lab.workload.arrivals import bursty
 from fairlead.lab.workload.record import Record
 
@@ -85,6 +85,49 @@ def test_fields_of_a_record_and_what_replaces_them() -> None:
 def test_several_answers_are_asked_for_and_known_to_be() -> None:
     (call,) = Replay([record("a", n=4)]).calls()
     assert (call.n, json.loads(call.body)["n"]) == (4, 4)
+
+
+def test_what_clients_say_in_headers_is_said_there() -> None:
+    full = record("a", session="s1", tenant="Zoë", priority=-1, slo_ttft_ms=1500.0, slo_tpot_ms=37.5)
+    (call,) = Replay([full]).calls()
+    assert call.headers == {
+        "x-session-id": "s1",
+        "x-llm-d-inference-fairness-id": "Zoë".encode().decode("latin-1"),
+        "x-llm-d-inference-objective": "priority--1",
+        "x-llm-d-slo-ttft-ms": "1500",
+        "x-llm-d-slo-tpot-ms": "37.5",
+    }
+    (other,) = Replay([full], seed=3).calls()
+    assert other.headers["x-session-id"] == "s1.3", "its prompts are other ones, too"
+    (bare,) = Replay([record("a")]).calls()
+    assert bare.headers == {}
+
+
+def test_a_turn_comes_when_the_answer_before_has_ended() -> None:
+    turns = Turns(
+        [
+            record("a", arrival_us=1_000_000),
+            record("b", arrival_us=2_000_000, parent="a", think_ms=3000),
+            record("c", arrival_us=9_000_000),
+            record("d", arrival_us=9_500_000, parent="gone", think_ms=1),
+        ],
+        2.0,
+    )
+    sent = Replay(turns.begun).calls()
+
+    def begin() -> tuple[float | None, str]:
+        at = turns.next
+        turns.begin()
+        return at, json.loads(next(sent).body)["messages"][0]["content"]
+
+    alone = prompts(record("a"), record("b"), record("c"), record("d"))
+    assert begin() == (0.0, alone[0])
+    assert turns.next == 4.0
+    turns.ended(0, 1.0)
+    assert begin() == (2.5, alone[1])
+    turns.ended(1, 3.0)
+    assert [begin(), begin()] == [(4.0, alone[2]), (4.25, alone[3])]
+    assert turns.next is None
 
 
 def test_recorded_times_count_from_the_first_and_are_sped_up() -> None:
