@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fairlead.cli.basics import FAILED, INTERRUPTED, WRONG_INPUT
-from fairlead.cli.options import Header, completion, examples, exits, given, json_object, pairs
+from fairlead.cli.options import Header, Traces, completion, examples, exits, given, json_object, pairs, traces_of
 
 if TYPE_CHECKING:
     from fairlead.cli.bench_load import Load, LoadOptions
@@ -24,7 +24,7 @@ _Workload = Annotated[
         "--workload",
         "-w",
         metavar="KIND|FILE",
-        help="shared-prefix, conversation, chat, another kind (docs/workloads.md) or a file.",
+        help="shared-prefix, conversation, chat, another kind or a scenario (docs/workloads.md), or a file.",
         autocompletion=completion("fairlead.cli.bench_load", "KINDS"),
     ),
 ]
@@ -74,6 +74,7 @@ Examples:
   fairlead bench HOST:8080 --arrivals ramp --rate 2 --to-rate 30 --seconds 90
   fairlead bench localhost:8080 -w conversation -n 500 --slo-ttft-ms 500
   fairlead bench localhost:8080 -w traffic.jsonl --speedup 4 --model mine
+  fairlead bench localhost:8080 -w agents -n 300
   fairlead bench localhost:8000 -w chat --closed 32 -n 1000 --json
 \b
 The workload of most published figures on prefix-aware routing:
@@ -108,6 +109,7 @@ def bench(
     set: _Set = None,
     extra: _Extra = "",
     header: Header = None,
+    traces: Traces = "",
     seed: Annotated[int, typer.Option(help="Seed of arrivals and prompts; a new seed misses all caches.")] = 0,
     slo_ttft_ms: Annotated[float, typer.Option(metavar="MS", min=0, help="Longest TTFT in goodput; 0 = any.")] = 2000.0,
     slo_tpot_ms: Annotated[float, typer.Option(metavar="MS", min=0, help="Longest TPOT in goodput; 0 = any.")] = 50.0,
@@ -123,8 +125,10 @@ def bench(
     from fairlead.cli.bench_load import LoadOptions, build
 
     parameters = pairs(set, "--set", underscores=True)
-    load_options = given(ctx, LoadOptions, parameters=parameters, extra=json_object(extra))
-    with exits(WRONG_INPUT, OSError):
+    with exits(WRONG_INPUT, ValueError, OSError):
+        load_options = given(
+            ctx, LoadOptions, parameters=parameters, extra=json_object(extra), traces=traces_of(traces, [workload])
+        )
         load = build(load_options)
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)

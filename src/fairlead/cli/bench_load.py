@@ -14,11 +14,24 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from fairlead.config.problems import suggestion
 from fairlead.core.errors import ConfigError
 from fairlead.core.text import plain
-from fairlead.lab.load.workload import Chat, ClosedLoop, OpenLoop, Paced, Recorded, Replay, SharedPrefix, Workload
-from fairlead.lab.simulator.build import is_name, read_workload
+from fairlead.lab.load.workload import (
+    Chat,
+    ClosedLoop,
+    OpenLoop,
+    Paced,
+    Recorded,
+    Replay,
+    SharedPrefix,
+    Turns,
+    Workload,
+)
+from fairlead.lab.simulator.build import ScenarioSpec, at_own_pace, is_name, listed, read_workload
+from fairlead.lab.simulator.build import build as build_scenario
+from fairlead.lab.simulator.scenarios import cut
 from fairlead.lab.workload.conversation import Conversation
 from fairlead.lab.workload.generate import ADVERSARIAL, CATALOGUE, Pace, arrivals_of, changed, generate
 from fairlead.lab.workload.record import Record
+from fairlead.lab.workload.record import Workload as Listed
 
 #: Smaller than in published figures, so that any endpoint answers them within a minute.
 SHARED_PREFIX = SharedPrefix(groups=20, prompts=10, system_tokens=2000, question_tokens=200, output_tokens=200)
@@ -35,6 +48,8 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of the command line. 0 and empty = not given."""
 
     workload: str = "shared-prefix"
+    #: Directory with the published traces, for a scenario.
+    traces: str = ""
     parameters: Mapping[str, str] = {}
     rate: float = 0.0
     arrivals: str = ""
@@ -52,7 +67,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
 class Load(msgspec.Struct, kw_only=True):
     """What to send and when. `workload` makes the requests once the model's name is known."""
 
-    arrivals: OpenLoop | ClosedLoop
+    arrivals: OpenLoop | ClosedLoop | Turns
     #: The run ends after `requests` or after `seconds`, whichever is not 0.
     requests: int
     seconds: float
@@ -73,7 +88,7 @@ class Load(msgspec.Struct, kw_only=True):
         options = self.options
         if self.records is not None:
             return Replay(
-                self.records,
+                self.arrivals.begun if isinstance(self.arrivals, Turns) else self.records,
                 model=model,
                 fallback_model=fallback,
                 output_tokens=options.output_tokens,
@@ -86,23 +101,26 @@ class Load(msgspec.Struct, kw_only=True):
 def build(options: LoadOptions) -> Load:
     """The load for these options. Raises ConfigError for invalid ones, TraceError or OSError for an unreadable file."""
     _check(options)
-    records = _records(options)
-    if records is None:
+    source = _listed(options)
+    if source is None:
         _endless(options, "")
-    elif not records:
-        raise ConfigError("the workload holds no request", "--workload")
+        records, requests = None, options.requests or (0 if options.seconds else DEFAULT_REQUESTS)
+    else:
+        records = source.records[: options.requests or None]
+        requests = len(records)
+        if not records:
+            raise ConfigError("the workload holds no request", "--workload")
+    arrivals: OpenLoop | ClosedLoop | Turns
     if options.closed:
-        arrivals: OpenLoop | ClosedLoop = ClosedLoop(workers=options.closed)
+        arrivals = ClosedLoop(workers=options.closed)
         when = f"closed loop of {options.closed}"
-    elif records is not None and _has_own_times(options):
-        speedup = options.speedup or 1.0
-        arrivals = Recorded(records, speedup)
-        when = "at its own times" + (f", {speedup:g} times as fast" if speedup != 1 else "")
+    elif source is not None and records is not None and _has_own_times(options):
+        speedup, thinks = options.speedup or 1.0, source.dispatch == "think"
+        arrivals = Turns(records, speedup) if thinks else Recorded(records, speedup)
+        when = "turns after answers" if thinks else "at its own times"
+        when += f", {speedup:g} times as fast" if speedup != 1 else ""
     else:
         arrivals, when = _paced(options)
-    requests = options.requests or (0 if options.seconds else DEFAULT_REQUESTS)
-    if records is not None:
-        requests = min(options.requests or len(records), len(records))
     return Load(
         arrivals=arrivals,
         requests=requests,
@@ -114,15 +132,16 @@ def build(options: LoadOptions) -> Load:
 
 
 def _check(options: LoadOptions) -> None:
-    if options.workload not in KINDS and not Path(options.workload).is_file():
-        what = "is a scenario of `fairlead sim`" if is_name(options.workload) else "is neither a file nor a workload"
-        raise ConfigError(f"{options.workload!r} {what}; {suggestion(options.workload, KINDS)}", "--workload")
+    known = options.workload in KINDS or is_name(options.workload)
+    if not known and not Path(options.workload).is_file():
+        there = suggestion(options.workload, dict.fromkeys((*KINDS, *listed())))
+        raise ConfigError(f"{options.workload!r} is neither a file nor a workload; {there}", "--workload")
     if options.closed and (options.rate or options.arrivals):
         raise ConfigError("a closed loop has no rate and no arrivals: leave out --rate and --arrivals", "--closed")
     if options.speedup and not _has_own_times(options):
         raise ConfigError("is only for a file that is replayed at its own times; here use --rate", "--speedup")
     if options.parameters and options.workload not in KINDS:
-        raise ConfigError("a file has no parameters", "--set")
+        raise ConfigError("files and scenarios have no parameters", "--set")
     if options.workload in SESSIONS and options.closed and not options.requests:
         raise ConfigError("name the number of requests: conversations are generated before they are sent", "--requests")
 
@@ -145,21 +164,26 @@ def _paced(options: LoadOptions) -> tuple[OpenLoop, str]:
     return Paced(made, options.seed), f"{kind} arrivals at {rate:g}{until}/s"
 
 
-def _records(options: LoadOptions) -> Sequence[Record] | None:
-    """The records to send; `None` = the workload has no end."""
-    if options.workload in ("shared-prefix", "chat"):
+def _listed(options: LoadOptions) -> Listed | None:
+    """The requests to send; `None` = the workload has no end."""
+    name = options.workload
+    if name in ("shared-prefix", "chat"):
         return None
-    if options.workload not in KINDS:
-        return read_workload(Path(options.workload)).records
+    if name not in KINDS:
+        if not is_name(name):
+            return read_workload(Path(name))
+        return at_own_pace(
+            build_scenario(ScenarioSpec(name=name, source=name, traces=options.traces, seed=options.seed))
+        )
     try:
-        if options.workload in ADVERSARIAL:
-            return generate(options.workload, Pace(seed=options.seed), options.parameters).records
+        if name in ADVERSARIAL:
+            return generate(name, Pace(seed=options.seed), options.parameters)
         return _conversations(options)
     except ValueError as error:
         raise ConfigError(str(error), "--set") from None
 
 
-def _conversations(options: LoadOptions) -> Sequence[Record]:
+def _conversations(options: LoadOptions) -> Listed:
     """Generate as many sessions as are needed for the wanted number of requests; their turns alternate."""
     count = options.requests or DEFAULT_REQUESTS
     if options.seconds and not options.requests:
@@ -170,9 +194,9 @@ def _conversations(options: LoadOptions) -> Sequence[Record]:
     sessions = max(int(2 * count / spec.turns) + 1, 20 if spec.turns <= 30 else 4)
     while True:
         pace = Pace(rate=_SESSION_RATE, count=sessions, seed=options.seed)
-        records = generate(options.workload, pace, options.parameters).records
-        if len(records) >= count:
-            return records[:count]
+        made = generate(options.workload, pace, options.parameters)
+        if len(made) >= count:
+            return cut(made, count)
         sessions *= 2
 
 

@@ -1,20 +1,28 @@
 """`fairlead sim workload`: shows, converts and generates workloads."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fairlead.cli.basics import WRONG_INPUT, echo_json
-from fairlead.cli.options import completion, examples, exits, given, needed_out, pairs
+from fairlead.cli.options import Traces, completion, examples, exits, given, needed_out, pairs, scenarios, traces_of
 
 if TYPE_CHECKING:
+    from fairlead.lab.simulator.world import Scenario
     from fairlead.lab.workload.record import Workload
 
 
-_File = Annotated[Path, typer.Argument(metavar="FILE", help="A workload file.")]
-_From = Annotated[str, typer.Option("--from", metavar="FORMAT", help="Format of FILE. Default: by its content.")]
+_Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="WORKLOAD", help="A scenario (`fairlead sim run --list`) or a workload file.", autocompletion=scenarios
+    ),
+]
+_From = Annotated[str, typer.Option("--from", metavar="FORMAT", help="Format of the file. Default: by its content.")]
 _To = Annotated[str, typer.Option(metavar="FORMAT", help="Format to write.")]
+_Seed = Annotated[int, typer.Option(help="Seed of a scenario's traffic.")]
 _Json = Annotated[bool, typer.Option("--json", help="Figures as JSON.")]
 #: The output file as an argument, as it was before 0.2.
 _OldOut = Annotated[Path | None, typer.Argument(hidden=True)]
@@ -25,13 +33,12 @@ _OldOut = Annotated[Path | None, typer.Argument(hidden=True)]
 Examples:
   fairlead sim workload show traffic.jsonl
   fairlead sim workload show trace.csv --json
+  fairlead sim workload show agents
 """)
-def show(file: _File, format: _From = "", as_json: _Json = False) -> None:
-    """Describe a workload file: requests, lengths, rates, how much of the prompts is shared."""
-    from fairlead.lab.simulator.build import read_workload
-
+def show(source: _Source, format: _From = "", seed: _Seed = 0, traces: Traces = "", as_json: _Json = False) -> None:
+    """Describe a workload: requests, lengths, rates, how much of the prompts is shared."""
     with exits(WRONG_INPUT, ValueError, OSError):
-        _describe(read_workload(file, format), as_json)
+        _describe(_read(source, format, seed, traces), as_json)
 
 
 @examples("""
@@ -39,21 +46,24 @@ def show(file: _File, format: _From = "", as_json: _Json = False) -> None:
 Examples:
   fairlead sim workload convert trace.csv --out traffic.jsonl
   fairlead sim workload convert traffic.jsonl --to vidur --out vidur.csv
+  fairlead sim workload convert agents --out agents.jsonl
 """)
 def convert(
-    file: _File,
+    source: _Source,
     old_out: _OldOut = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="The file to write. Needed.")] = None,
     format: _From = "",
     to: _To = "native",
+    seed: _Seed = 0,
+    traces: Traces = "",
     as_json: _Json = False,
 ) -> None:
-    """Convert a workload file to another format."""
-    from fairlead.lab.simulator.build import read_workload, write_workload
+    """Convert a workload file to another format, or write a scenario's requests to a file."""
+    from fairlead.lab.simulator.build import write_workload
 
     with exits(WRONG_INPUT, ValueError, OSError):
         target = needed_out(out, old_out)
-        made = read_workload(file, format)
+        made = _read(source, format, seed, traces)
         write_workload(made, target, to)
         _describe(made, as_json)
 
@@ -127,6 +137,41 @@ def kinds() -> None:
     typer.echo("formats:")
     for name, format in FORMATS.items():
         typer.echo(f"  {name:18} {format.help}")
+
+
+def _read(source: str, format: str, seed: int, traces: str) -> "Workload":
+    """The workload of a file, or that of a scenario. Says which stub servers are like those of the scenario. Raises
+    `ValueError` or `OSError`."""
+    from fairlead.lab.simulator.build import ScenarioSpec, at_own_pace, build, is_name, read_workload
+
+    if Path(source).is_file() and not is_name(source):
+        return read_workload(Path(source), format)
+    made = build(ScenarioSpec(name=source, source=source, traces=traces_of(traces, [source]), seed=seed))
+    for line in _stubs(made):
+        typer.echo(line, err=True)
+    return at_own_pace(made)
+
+
+def _stubs(scenario: "Scenario") -> Iterator[str]:
+    """How to start stub servers like those of the scenario, and what the requests alone do not tell."""
+    from fairlead.lab.engine.presets import PRESETS
+
+    replicas, engine = scenario.replicas, scenario.replicas[0].engine
+    if known := [name for name, preset in PRESETS.items() if preset.latency == engine.latency]:
+        adapters = sorted({record.lora for record in scenario.workload.records} - {""})
+        words = [
+            f"fairlead stub --replicas {len(replicas)} --engine {known[0]} --block-size {engine.block_size}",
+            f"--kv-tokens {engine.kv_tokens} --max-model-len {engine.max_model_len}",
+            *([f"--max-loras {engine.max_loras}"] if adapters else []),
+            *(f"--lora {name}" for name in adapters),
+        ]
+        yield f"servers: {' '.join(words)}"
+    unlike = any(replica != replicas[0] for replica in replicas)
+    if left := [
+        *(["its servers are unlike each other"] if unlike else []),
+        *(["it has faults"] if scenario.faults else []),
+    ]:
+        yield f"note: {' and '.join(left)}, which its requests do not tell"
 
 
 def _describe(made: "Workload", as_json: bool) -> None:

@@ -14,7 +14,7 @@ from fairlead.cli.app import build_app
 from fairlead.cli.bench_load import DEFAULT_REQUESTS, KINDS, Load, LoadOptions, bench_progress, build, hints, line
 from fairlead.core.errors import ConfigError
 from fairlead.lab.load.spec import Progress
-from fairlead.lab.load.workload import ClosedLoop, Paced, Recorded
+from fairlead.lab.load.workload import ClosedLoop, Paced, Recorded, Turns
 
 TRACE = """{"fairlead_workload":1,"name":"t"}
 {"id":"a","in_tokens":20,"out_tokens":2,"arrival_us":0,"block_size":10,"hash_ids":[1,2]}
@@ -30,11 +30,13 @@ def trace(tmp_path: Path) -> str:
 
 
 def offsets(load: Load, count: int) -> list[float]:
-    assert not isinstance(load.arrivals, ClosedLoop)
+    assert not isinstance(load.arrivals, ClosedLoop | Turns)
     return list(islice(load.arrivals.offsets(), count))
 
 
 def sent(load: Load, count: int, model: str = "", fallback: str = "served") -> list[dict[str, Any]]:
+    if isinstance(load.arrivals, Turns):
+        load.arrivals.begin()
     return [json.loads(call.body) for call in islice(load.workload(model, fallback).calls(), count)]
 
 
@@ -87,16 +89,26 @@ def test_every_kind_can_be_sent(kind: str) -> None:
     assert len(sent(load, 2)) >= 1
 
 
+def test_a_scenario_is_sent_as_it_is_simulated() -> None:
+    thinks = build(LoadOptions(workload="agents", requests=50))
+    assert isinstance(thinks.arrivals, Turns) and thinks.requests == 50
+    assert "turns after answers" in thinks.described
+    fast, slow = (build(LoadOptions(workload=f"conversation-{pace}x", requests=50)) for pace in ("2", "1"))
+    assert offsets(fast, 50) == pytest.approx([at / 2 for at in offsets(slow, 50)], abs=1e-5)
+    assert isinstance(build(LoadOptions(workload="agents", requests=5, rate=3)).arrivals, Paced)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (LoadOptions(workload="no-such"), "neither a file nor a workload; known: adapters, "),
-        (LoadOptions(workload="agents"), "'agents' is a scenario of `fairlead sim`; known: adapters, "),
+        (LoadOptions(workload="agnets"), "neither a file nor a workload; did you mean 'agents'"),
         (LoadOptions(closed=3, rate=2), "closed"),
         (LoadOptions(workload="conversation", closed=3), "--requests"),
         (LoadOptions(arrivals="ramp"), "--to-rate"),
         (LoadOptions(arrivals="odd"), "known: poisson"),
         (LoadOptions(speedup=2), "--speedup"),
+        (LoadOptions(workload="agents", parameters={"x": "1"}), "have no parameters"),
         (LoadOptions(parameters={"groupz": "1"}), "known: groups"),
         (LoadOptions(parameters={"groups": "x"}), "--set"),
         (LoadOptions(parameters={"groups": "0"}), "at least 1"),

@@ -30,6 +30,21 @@ def test_a_workload_is_generated_shown_converted_and_simulated(tmp_path):
     assert document["configuration"]["servers"] == 2
 
 
+def test_a_scenario_becomes_a_file_that_simulates_alike(tmp_path):
+    made = tmp_path / "requests.jsonl"
+    done = call("sim", "workload", "convert", "conversation-2x", "--out", made)
+    assert done.exit_code == 0, done.output
+    assert "fairlead stub --replicas 8 --engine qwen3-32b-h100 --block-size 512 --kv-tokens 269824" in done.output
+    of_name, of_file = (call("sim", "run", name, "-n", 60, "--json").output for name in ("conversation-2x", made))
+    figures = [json.loads(text[text.index("{") :])["figures"] for text in (of_name, of_file)]
+    for name in ("requests", "ttft_mean_ms", "e2e_mean_ms", "prefix_hit_rate"):
+        assert figures[0][name] == pytest.approx(figures[1][name], rel=1e-3)
+    told = call("sim", "workload", "show", "lora-static").output
+    assert "--max-loras 8 --lora adapter-0 --lora adapter-1" in told
+    assert "unlike each other" in call("sim", "workload", "show", "unlike-memory").output
+    assert "faults" in call("sim", "workload", "show", "restart").output
+
+
 def test_limits_of_a_server_come_from_its_preset_or_from_options(tmp_path):
     """A server with one slot serves one after another; what is longer than it takes is refused."""
     made, mine = tmp_path / "chat.jsonl", tmp_path / "mine.yaml"
@@ -168,7 +183,7 @@ def test_policies_are_compared_and_reported(tmp_path):
         (("sim", "run", "agents", "--speeds", "1,fast"), "--speeds takes numbers above 0"),
         (("sim", "run", "agents", "--engine", "abacus"), "unknown preset"),
         (("sim", "workload", "show"), "Missing argument"),
-        (("sim", "workload", "show", "no-such-file"), "No such file"),
+        (("sim", "workload", "show", "no-such-file"), "neither a scenario nor a file"),
         (("sim", "workload", "convert", "x"), "name the file to write"),
         (("sim", "workload", "generate", "magic", "--out", "out"), "give --requests or --seconds"),
         (("sim", "workload", "generate", "magic", "--out", "out", "--requests", "1"), "unknown kind"),

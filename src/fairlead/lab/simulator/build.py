@@ -47,6 +47,16 @@ def write_workload(workload: Workload, path: Path, format: str = "native") -> No
     write_output(path, FORMATS[format].write(workload))
 
 
+def at_own_pace(scenario: Scenario) -> Workload:
+    """The workload with the times at which the scenario sends it."""
+    made, pace = scenario.workload, scenario.speedup
+    records = [
+        structs.replace(record, arrival_us=round(record.arrival_us / pace), think_ms=record.think_ms / pace)
+        for record in made.records
+    ]
+    return Workload(name=scenario.name, records=records, dispatch=made.dispatch)
+
+
 class ScenarioSpec(Struct, frozen=True, kw_only=True):
     """A scenario as plain values, for a command line and for other processes. `source` is the name of a built-in
     scenario, the path of a workload file, or a kind of workload."""
