@@ -51,7 +51,8 @@ def quality(
 
     The scheduler begins with a wrong prior and does not know answers' lengths. All policies on the development set take
     a quarter of an hour on one core; an interrupted run resumes. The held-out set is for the last look, not for tuning.
-    The drawn set is 24 pools, workloads, loads and faults at random; drawn-SEED draws others.
+    The drawn set is 24 pools, workloads, loads and faults at random; drawn-SEED draws others. With --policy, pools of
+    prefill and decode servers (apart-…) are left out unless --workload names them.
     """
     from fairlead.lab.simulator.quality import judgement, print_table, write_summary
 
@@ -70,10 +71,15 @@ def quality(
 def _cells(
     policies: list[str], scenarios: list[str], chosen: Set, quick: bool, seeds: int, traces: str
 ) -> "list[Cell]":
-    from fairlead.lab.simulator.quality import cells, entries, named, names
+    from fairlead.lab.simulator.quality import CALM, KNOWN, cells, entries, named, names
+    from fairlead.lab.simulator.scenarios import APART
 
     known = entries()
     texts = {name: known[name] for name in policies if name in known}
     texts = {**texts, **texts_of([name for name in policies if name not in known])} or known
-    chosen_names = named(scenarios) or names(chosen.replace("-", "_"))
-    return cells(chosen_names, texts, traces_of(traces, chosen_names), quick, seeds)
+    # What other policies than the given ones take part in, and what the tables do not show, is for the whole set.
+    chosen_names = named(scenarios) or [
+        name for name in names(chosen.replace("-", "_")) if not policies or name not in APART
+    ]
+    made = cells(chosen_names, texts, traces_of(traces, chosen_names), quick, seeds)
+    return [cell for cell in made if not policies or not cell.scenario.name.endswith((KNOWN, CALM))]

@@ -124,6 +124,20 @@ def test_a_missing_trace_is_noted_and_a_missing_directory_refused(tmp_path, comm
         assert "<p>note: no azure_2023_code.csv in --traces; made-up" in (tmp_path / "out" / "report.html").read_text()
 
 
+@pytest.mark.parametrize(("policies", "counts"), [(("default", "random"), {1}), ((), {1, 3})])
+def test_quality_of_given_policies_simulates_these_alone(tmp_path, monkeypatch, policies, counts):
+    taken = []
+    monkeypatch.setattr("fairlead.cli.quality.results_of", lambda cells, *_: taken.extend(cells) or [])
+    done = call("sim", "quality", "--quick", *(f"--policy={name}" for name in policies), "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    ran = {}
+    for cell in taken:
+        ran.setdefault(cell.scenario.source, []).append(cell.policy)
+    assert ("apart-agents" in ran) == (not policies)
+    assert {names.count("default") for names in ran.values()} == counts
+    assert not policies or all([*names] == [*policies] for names in ran.values())
+
+
 def test_traffic_that_lasts_for_days_is_noted_before_it_is_simulated(tmp_path, monkeypatch):
     file = tmp_path / "slow.jsonl"
     lines = ({"timestamp": day * 86_400_000, "input_length": 9, "output_length": 2} for day in (0, 9))
