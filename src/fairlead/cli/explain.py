@@ -73,12 +73,12 @@ def _candidates(console: Console, explanation: dict[str, Any], top: int) -> None
     from fairlead.core.explain import Candidate, digits_of
 
     candidates = convert(explanation["candidates"], list[Candidate])
-    costs = explanation["unit"] == "ms"
+    unit = explanation["unit"]
     _say(console, *explanation["why"])
     digits = digits_of(candidates)
-    table = _wide(candidates[:top], costs, digits)
+    table = _wide(candidates[:top], unit, digits)
     if console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum > console.width:
-        table = _narrow(candidates[:top], costs, digits)
+        table = _narrow(candidates[:top], unit, digits)
     console.print(table)
     if len(candidates) > top:
         _say(console, f"and {len(candidates) - top} more endpoints (--top)")
@@ -90,42 +90,47 @@ def _candidates(console: Console, explanation: dict[str, Any], top: int) -> None
         )
 
 
-def _table(costs: bool, *further: str) -> Table:
+def _table(unit: str, *further: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("endpoint", overflow="fold", min_width=12)
-    for name in ("cost ms" if costs else "points", "behind"):
+    for name in ("cost ms" if unit == "ms" else unit, "behind"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in further:
         table.add_column(name, justify="left" if name == further[-1] else "right", overflow="fold", min_width=len(name))
     return table
 
 
-def _row(table: Table, candidate: "Candidate", costs: bool, digits: int, *further: str) -> None:
+def _sign(unit: str) -> float:
+    """Totals and terms are such that more is better; costs are shown as the policy gave them."""
+    return 1.0 if unit == "points" else -1.0
+
+
+def _row(table: Table, candidate: "Candidate", unit: str, digits: int, *further: str) -> None:
     table.add_row(
         Text(("* " if candidate.chosen else "  ") + candidate.endpoint),
-        "–" if candidate.total is None else f"{-candidate.total if costs else candidate.total:z,.{digits}f}",
+        "–" if candidate.total is None else f"{_sign(unit) * candidate.total:z,.{digits}f}",
         "" if candidate.behind is None else f"{candidate.behind:z,.{digits}f}",
         *map(Text, further),
         style="bold" if candidate.chosen else "dim" if candidate.removed_by else None,
     )
 
 
-def _wide(candidates: "Sequence[Candidate]", costs: bool, digits: int) -> Table:
+def _wide(candidates: "Sequence[Candidate]", unit: str, digits: int) -> Table:
     names = list(candidates[0].terms) if candidates else []
     names = [] if names == ["cost"] else names  # the total says it
-    table = _table(costs, *names, "cached", "queued", "running", "KV", "needed to tie")
+    table = _table(unit, *names, "cached", "queued", "running", "KV", "needed to tie")
     for candidate in candidates:
-        sign = -1.0 if costs else 1.0
-        terms = [f"{sign * candidate.terms[name]:z,.{digits}f}" if name in candidate.terms else "–" for name in names]
-        _row(table, candidate, costs, digits, *terms, *_state(candidate), _tie(candidate))
+        shown = {name: _sign(unit) * value for name, value in candidate.terms.items()}
+        terms = [f"{shown[name]:z,.{digits}f}" if name in shown else "–" for name in names]
+        _row(table, candidate, unit, digits, *terms, *_state(candidate), _tie(candidate))
     return table
 
 
-def _narrow(candidates: "Sequence[Candidate]", costs: bool, digits: int) -> Table:
-    table, least = _table(costs, "made up of"), 0.5 * 10**-digits
+def _narrow(candidates: "Sequence[Candidate]", unit: str, digits: int) -> Table:
+    table, least = _table(unit, "made up of"), 0.5 * 10**-digits
     for candidate in candidates:
         terms = sorted(candidate.terms.items(), key=lambda term: -abs(term[1]))
-        shown = ((name, -value if costs else value) for name, value in terms if abs(value) >= least)
+        shown = ((name, _sign(unit) * value) for name, value in terms if abs(value) >= least)
         parts = ", ".join(f"{name} {value:,.{digits}f}" for name, value in shown)
         cached, queued, running, kv = _state(candidate)
         tie = _tie(candidate)
@@ -133,7 +138,7 @@ def _narrow(candidates: "Sequence[Candidate]", costs: bool, digits: int) -> Tabl
         _row(
             table,
             candidate,
-            costs,
+            unit,
             digits,
             f"{parts}\n{cached} cached, {queued} queued, {running} running, KV {kv}{needed}",
         )

@@ -4,8 +4,8 @@ Rules
 * The snapshot is what the policy saw. A policy without memory gives the same answer on it, so its terms add up exactly
   to the recorded totals. If they do not (`reproduced` is False: the policy has memory or chooses at random), the
   recorded totals are shown with the terms of the repetition.
-* In `total` more is always better. A policy that computes costs has negative totals, in milliseconds. `terms` have the
-  sign of the total.
+* In `total` more is always better. A policy that computes costs has negative totals. `terms` have the sign of the
+  total. `unit` says how to read both.
 * What an endpoint would have needed is found by search: its own numbers are changed until it ties with the chosen one.
 * Every repetition needs a fresh policy, because a decision may change a policy.
 * For a request that waited, late binding chose a pair of request and endpoint. The totals are what it compared: the
@@ -78,7 +78,7 @@ class Candidate(Struct, frozen=True, kw_only=True):
 
 
 class Explanation(Struct, frozen=True, kw_only=True):
-    """The explanation of one decision. `unit`: `ms` (costs, negative) or `points`."""
+    """The explanation of one decision. `unit`: `ms` (costs, negative), `cost` (others, also negative) or `points`."""
 
     policy: str
     unit: str
@@ -144,8 +144,9 @@ def _against(chosen: Candidate, rival: Candidate, unit: str, digits: int, prefil
         held = f" although it holds {rival.cached_tokens - chosen.cached_tokens:,} more cached tokens"
         return f"{rival.endpoint} was filtered out by {', '.join(rival.removed_by)}{held}"
     ahead = rival.behind is not None and rival.behind < 0
-    verb, comparative = ("costs", ("more", "less")) if unit == "ms" else ("scores", ("less", "more"))
-    text = f"{rival.endpoint} {verb} {abs(rival.behind or 0.0):,.{digits}f} {unit} {comparative[ahead]}"
+    verb, comparative = ("scores", ("less", "more")) if unit == "points" else ("costs", ("more", "less"))
+    behind = f"{abs(rival.behind or 0.0):,.{digits}f}{'' if unit == 'cost' else f' {unit}'}"
+    text = f"{rival.endpoint} {verb} {behind} {comparative[ahead]}"
     more = rival.cached_tokens - chosen.cached_tokens
     text += f" {'and' if ahead else 'although it'} holds {more:,} more cached tokens" if more > 0 else ""
     text += f": {detail}" if (detail := _differences(chosen, rival, unit, digits, ahead)) else ""
@@ -171,11 +172,11 @@ def _differences(chosen: Candidate, rival: Candidate, unit: str, digits: int, ah
     """Return the differences by term, as they change the rival's cost or score (`loading +10.0`). Terms that agree with
     the choice come first."""
     gains = _largest({name: value - rival.terms.get(name, 0.0) for name, value in chosen.terms.items()}, digits)
-    sign = 1.0 if unit == "ms" else -1.0
+    sign = -1.0 if unit == "points" else 1.0
     agree = [f"{name} {signed(sign * gain, digits)}" for name, gain in gains if (gain < 0) is ahead]
     differ = [f"{name} {signed(sign * gain, digits)}" for name, gain in gains if (gain < 0) is not ahead]
     if agree and differ:
-        differ[0] = f"{'less' if unit == 'ms' and not ahead else 'but'} {differ[0]}"
+        differ[0] = f"{'but' if unit == 'points' or ahead else 'less'} {differ[0]}"
     return ", ".join(agree + differ)
 
 
@@ -319,10 +320,11 @@ def rating(trace: Trace) -> FloatColumn:
 
 def terms_of(policy: Policy, request: Request, view: Restored, trace: Trace) -> tuple[list[tuple[str, Any]], str]:
     """Return ([(name, column)], unit): the terms that add up to the totals."""
-    late, in_ms = trace.waited is not None, isinstance(policy, CostPolicy) and policy.milliseconds
-    if not isinstance(policy, Explainable) and (in_ms or not late):
-        scored = [(name, weight * np.asarray(column)) for name, weight, column in trace.scorers]
-        return scored, "ms" if in_ms else "points"
+    late, own = trace.waited is not None, "points"
+    if isinstance(policy, CostPolicy):
+        own = "ms" if policy.milliseconds else "cost"
+    if not isinstance(policy, Explainable) and (own == "ms" or not late):
+        return [(name, weight * np.asarray(column)) for name, weight, column in trace.scorers], own
     assert trace.snapshot is not None
     cycle = Cycle(Context(trace.snapshot.at, Random(0)))
     if isinstance(policy, Explainable):
@@ -337,7 +339,7 @@ def terms_of(policy: Policy, request: Request, view: Restored, trace: Trace) -> 
         left = np.nan_to_num(_column(trace.total, len(view.table)), neginf=0.0) - sum(column for _, column in terms)
         if not isinstance(policy, Explainable) and np.abs(left[np.isfinite(trace.total)]).max(initial=0.0) > 1e-6:
             terms.append(("order", left))  # such a policy only ranks: it sets the order of the kernel's costs
-    return terms, "ms"
+    return terms, own if own == "cost" and not late else "ms"
 
 
 def _column(values: Any, length: int) -> FloatColumn:

@@ -74,14 +74,14 @@ function facts(found) {
 }
 
 function candidates(explanation) {
-  const costs = explanation.unit === "ms";
+  const costs = explanation.unit !== "points";
   const sign = costs ? -1 : 1;
   const digits = digitsOf(explanation.candidates);
   const names = Object.keys(explanation.candidates[0]?.terms ?? {});
   const terms = names.length === 1 && names[0] === "cost" ? [] : names; // the total says it
-  const unit = costs ? "ms" : "points";
+  const unit = explanation.unit === "cost" ? "" : `, ${explanation.unit}`;
   const heads = ["Endpoint", "Cached tokens", "Queued tokens", "Running", "KV cache",
-    ...terms.map((term) => `${term}, ${unit}`), costs ? "Cost, ms" : "Total, points", `Behind, ${unit}`, "Needed to tie"];
+    ...terms.map((term) => `${term}${unit}`), `${costs ? "Cost" : "Total"}${unit}`, `Behind${unit}`, "Needed to tie"];
   const rows = explanation.candidates.slice(0, SHOWN).map((one) => row(one.chosen ? "chosen" : one.removed_by.length ? "removed" : "", [
     (one.chosen ? "● " : "") + one.endpoint,
     count(one.cached_tokens), count(one.queued_tokens), count(one.running_requests), percent(one.kv_usage),

@@ -76,6 +76,18 @@ def test_explain(recorded: Any) -> None:
     assert "on the same numbers" in call("explain", record.request.id, recorded.path, "--set", "decode=1").output
 
 
+@pytest.mark.parametrize("columns", [70, 200])
+def test_costs_that_are_not_milliseconds_are_shown_as_the_policy_gave_them(recorded: Any, columns: int) -> None:
+    record = [one for one in recorded.decisions if isinstance(one, DecisionRecord)][60]
+    asked = ("explain", record.request.id, recorded.path, "--policy", "least-requests")
+    chosen = json.loads(call(*asked, "--json").output)["instead"]["candidates"][0]
+    said = call(*asked, columns=columns).output.partition("on the same numbers")[2]
+    assert chosen["total"] < 0.0
+    assert " cost " in said and "points" not in said and "scores" not in said
+    (row,) = [line for line in said.splitlines() if line.startswith(" * ")]
+    assert f" {-chosen['total']:.1f} " in row and "-" not in row.replace(chosen["endpoint"], "")
+
+
 def test_an_explanation_tells_how_long_another_process_was_asked(
     recorded: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

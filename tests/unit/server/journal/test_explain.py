@@ -80,8 +80,14 @@ def test_who_was_refused_in_the_queue_is_told_why_it_waited(record_run: Callable
     assert "no endpoint was open" in page["waiting"]["why"][0]
 
 
-@pytest.mark.parametrize("policy", ["policy: default", PROFILE], ids=["cost model", "profile"])
-def test_terms_add_up_on_every_record_of_a_run(policy: str, record_run: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("policy", "shown"),
+    [("policy: default", "ms"), ("policy: least-requests", "cost"), (PROFILE, "points")],
+    ids=["cost model", "a policy that ranks", "profile"],
+)
+def test_terms_add_up_on_every_record_of_a_run(
+    policy: str, shown: str, record_run: Callable[..., Any], tmp_path: Path
+) -> None:
     record_run(tmp_path, policy, rate=25.0, seconds=5.0)
     seen = set[str]()
     count = 0
@@ -96,7 +102,7 @@ def test_terms_add_up_on_every_record_of_a_run(policy: str, record_run: Callable
         seen |= {name for name, column in terms if np.any(column)}
         count += 1
     assert count > 100
-    assert unit == ("ms" if policy == "policy: default" else "points")
+    assert unit == shown
     if unit == "ms":
         assert seen >= {"prefill", "queue", "steps", "interference", "decode"}
 
@@ -431,6 +437,7 @@ def test_numbers_have_significant_digits(chosen: float, rival: float, said: str)
     new = Candidate(endpoint="new", chosen=True, total=chosen, terms={"load": chosen})
     old = Candidate(endpoint="old", chosen=False, total=rival, behind=chosen - rival, terms={"load": rival})
     assert why([new, old], "ms") == [said]
+    assert why([new, old], "cost") == [said.replace(" ms", "")]
 
 
 class Fails(LeastRequests):
