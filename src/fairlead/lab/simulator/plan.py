@@ -42,7 +42,7 @@ from fairlead.lab.simulator.scenarios import parted
 from fairlead.lab.simulator.simulation import START, Simulation
 from fairlead.lab.simulator.world import WARM_UP, Fault, Job, Replica, Scenario, unknowing
 from fairlead.lab.workload.describe import ideal_hits
-from fairlead.lab.workload.record import Record, Workload
+from fairlead.lab.workload.record import Record
 
 #: How many sizes below and above the least sufficient size the table shows.
 _BELOW, _ABOVE = 2, 2
@@ -444,14 +444,6 @@ def _token_s(replica: Replica, context: int) -> float:
     return replica.engine.latency.step_s(0, 0.0, 1, context) / replica.speed / (1 + replica.engine.draft_tokens)
 
 
-def _cached(workload: Workload) -> Iterator[int]:
-    """The largest number of tokens of each prompt that may be cached: the tokens of earlier prompts, and of the answer
-    that the prompt continues."""
-    before = {record.id: record.in_tokens + record.out_tokens for record in workload.records}
-    for record, hits in zip(workload.records, ideal_hits(workload), strict=True):
-        yield min(max(hits, before.get(record.parent, 0) if record.parent else 0), record.in_tokens)
-
-
 def _alone_ms(what: str, replica: Replica, record: Record, cached: int) -> float | None:
     """The least TTFT, TPOT or E2E (`what`) of a request in milliseconds: alone on a server that has `cached` of its
     prompt tokens. `None` = the request has no such latency."""
@@ -473,7 +465,7 @@ def impossible(scenario: Scenario, wanted: Sequence[Objective]) -> str:
                 share = f"{long / len(records):.0%} of the requests are longer than the {most:,} tokens that it takes"
                 return f"{objective} cannot be held by this engine: {share}"
             continue
-        hits = _cached(scenario.workload)
+        hits = ideal_hits(scenario.workload)
         times = [_alone_ms(objective.what, replica, record, hit) for record, hit in zip(records, hits, strict=True)]
         known = sorted(time for time in times if time is not None)
         if not known:
@@ -500,7 +492,7 @@ def _work(scenario: Scenario, wanted: Sequence[Objective]) -> tuple[float, float
     while batch > 1 and latency.step_s(0, 0.0, batch, int(batch * context)) * 1e3 > token_ms * replica.speed:
         batch = batch * 3 // 4
     step_s = latency.step_s(0, 0.0, batch, int(batch * context))
-    hits = _cached(scenario.workload)
+    hits = ideal_hits(scenario.workload)
     prompts_s = sum(_prompt_s(replica, record.in_tokens, hit) for record, hit in zip(records, hits, strict=True))
     return prompts_s, sum(record.n * record.out_tokens for record in records) * step_s / batch / replica.speed
 

@@ -9,7 +9,7 @@ from fairlead.core.tokens import TokenEstimator
 from fairlead.lab.engine.request import EngineRequest
 from fairlead.lab.engine.tokens import root_hash
 from fairlead.lab.simulator.world import World
-from fairlead.lab.workload.describe import Borders, chained, engine_hashes
+from fairlead.lab.workload.describe import Borders, chained, continues, engine_hashes
 from fairlead.lab.workload.record import Record, Workload
 
 #: Bytes of a chat body around its prompt.
@@ -104,8 +104,6 @@ def _followers(workload: Workload) -> dict[int, Record]:
         place = places.get(record.parent) if record.parent else None
         if place is None or place in followers:
             continue
-        before = workload.records[place]
-        full = before.in_tokens // before.block_size if before.block_size else 0
-        if record.block_size == before.block_size and record.hash_ids[:full] == before.hash_ids[:full]:
+        if continues(record, workload.records[place]):
             followers[place] = record
     return followers

@@ -19,7 +19,7 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 from fairlead.core.request import NO_PREFIX, PrefixChain
-from fairlead.lab.workload.record import Workload
+from fairlead.lab.workload.record import Record, Workload
 
 #: Bytes of JSON per prompt token, as assumed by `fairlead.core.tokens` and the capacity budget of the fleet.
 BYTES_PER_TOKEN = 4.2
@@ -92,9 +92,17 @@ class Borders:
 # Describes a workload in a few lines.
 
 
+def continues(record: Record, before: Record) -> bool:
+    """Whether the prompt begins with all full blocks of the prompt before, so that it may contain its answer, too."""
+    full = before.in_tokens // before.block_size if before.block_size else 0
+    return record.block_size == before.block_size and record.hash_ids[:full] == before.hash_ids[:full]
+
+
 def ideal_hits(workload: Workload) -> Iterator[int]:
-    """Tokens of each prompt that one unbounded cache would hit, in whole blocks."""
+    """The most tokens of each prompt that caches can hold: whole blocks of earlier prompts, and the prompt and answer
+    that it continues."""
     seen: set[int] = set()
+    earlier: dict[str, Record] = {}
     for record in workload.records:
         hits, counting = 0, True
         for index, block in enumerate(chained(record.hash_ids, 0)):
@@ -103,11 +111,15 @@ def ideal_hits(workload: Workload) -> Iterator[int]:
                 seen.add(block)
             elif counting:
                 hits += max(min(record.block_size, record.in_tokens - index * record.block_size), 0)
+        before = earlier.get(record.parent)
+        if before is not None and record.hash_ids and continues(record, before):
+            hits = max(hits, min(before.in_tokens + before.out_tokens, record.in_tokens))
+        earlier[record.id] = record
         yield hits
 
 
 def ideal_hit(workload: Workload) -> float:
-    """Share of prompt tokens that one unbounded cache would hit, in whole blocks."""
+    """The largest share of prompt tokens that caches can hold."""
     tokens = sum(record.in_tokens for record in workload.records)
     return sum(ideal_hits(workload)) / tokens if tokens else 0.0
 

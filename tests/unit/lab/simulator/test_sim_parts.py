@@ -7,12 +7,26 @@ from fairlead.core.clock import VirtualClock
 from fairlead.core.tokens import TokenEstimator
 from fairlead.lab.engine.presets import preset
 from fairlead.lab.engine.request import EngineRequest
+from fairlead.lab.simulator.build import ScenarioSpec, build
 from fairlead.lab.simulator.prompts import Prompts
 from fairlead.lab.simulator.run import config_from
 from fairlead.lab.simulator.server import Server
 from fairlead.lab.simulator.simulation import Simulation
 from fairlead.lab.simulator.world import Replica, Scenario, World, replicas
+from fairlead.lab.workload.describe import ideal_hits
 from fairlead.lab.workload.record import Record, Workload
+
+
+@pytest.mark.parametrize("block_size", [16, 0])
+@pytest.mark.parametrize("name", ["agents", "cancel-storm"])
+def test_no_cache_holds_more_than_the_ideal_and_a_boundless_one_almost_that(name, block_size):
+    spec = ScenarioSpec(name=name, source=name, head=200, servers=1, kv_tokens=50_000_000, block_size=block_size)
+    simulation = Simulation(build(spec), config_from("policy: round-robin")[0], 0)
+    simulation.run()
+    ideal = [*ideal_hits(simulation.scenario.workload)]
+    held = [job.cached_tokens for job in simulation.jobs]
+    assert all(hits <= most for hits, most in zip(held, ideal, strict=True))
+    assert sum(held) > 0.985 * sum(ideal)
 
 
 def test_timers_fire_in_order_of_time_and_then_of_setting():

@@ -5,6 +5,7 @@ from itertools import islice, pairwise
 from random import Random
 from statistics import fmean
 
+import msgspec
 import pytest
 
 from fairlead.lab.workload import adversarial
@@ -180,3 +181,7 @@ def test_the_ideal_hit_counts_repeated_beginnings_only():
     assert ideal_hit(workload) == pytest.approx(10 / 60)
     assert describe(workload)[0].startswith("w: 3 requests")
     assert describe(Workload(name="w", records=[])) == ["w: no requests"]
+    turn, elsewhere = record("d", (1, 2, 5, 6)), record("e", (9, 2, 5, 6))
+    for later, hits in ((turn, 21), (elsewhere, 0)):  # the answer of `a`, too, if the prompt continues it
+        workload.records[1:] = [msgspec.structs.replace(later, parent="a")]
+        assert ideal_hit(workload) == pytest.approx(hits / 60)
