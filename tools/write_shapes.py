@@ -74,7 +74,7 @@ SHAPES = {
     "shared-prefix-like": Shape(
         origin="llm-d's published comparison: groups of 5 users, 6,000 tokens in common of 7,200",
         prompt_tokens=7200, output_tokens=1000, reuse=0.67, kind="shared-prefix",
-        pace=Pace(rate=5.0, count=120), speedup=1.0, parameters=_words(groups=24, users=5, block_size=400),
+        pace=Pace(rate=5.0, count=120), speedup=1.0, parameters=_words(groups=24, prompts=5, block_size=400),
     ),
     "agents-like": Shape(
         origin="published means of agents' sessions: 49,141 tokens in, 659 out",

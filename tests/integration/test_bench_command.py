@@ -39,7 +39,7 @@ def stub() -> Iterator[str]:
 def write_trace(path: Path) -> Workload:
     from fairlead.lab.workload.formats import write_native
 
-    parameters = {"groups": "4", "users": "2", "system_tokens": "640", "question_tokens": "160", "output_tokens": "9"}
+    parameters = {"groups": "4", "prompts": "2", "system_tokens": "640", "question_tokens": "160", "output_tokens": "9"}
     made = generate("shared-prefix", Pace(rate=20, count=40, seed=7), parameters)
     path.write_bytes(write_native(made))
     return made

@@ -122,7 +122,7 @@ def lengths(kind: str, chance: Random, memory: int) -> Conversation | SharedPref
     if kind in ("groups", "documents"):
         return SharedPrefix(
             groups=chance.randrange(10, 300),
-            users=chance.randrange(3, 30),
+            prompts=chance.randrange(3, 30),
             system_tokens=tokens(500, 12_000),
             question_tokens=tokens(64, 2000),
             output_tokens=tokens(64, 1500),

@@ -41,7 +41,7 @@ def _generated(make: Callable[..., Workload], block_size: int = made.BLOCK, seed
 
 
 def headline(rate: float = 20.0, seconds: float = 0.0, seed: int = 0, servers: Sequence[Replica] = ()) -> Scenario:
-    """150 groups of 5 users, with prompts of 6000 + 1200 tokens and answers of 1000, on 8 servers."""
+    """150 groups of 5, with prompts of 6000 + 1200 tokens and answers of 1000, on 8 servers."""
     spec = SharedPrefix()
     workload = shared_prefix(spec, rate=rate, seconds=seconds or HEADLINE_SECONDS.get(rate, 120.0), seed=seed)
     return _plain(workload, spec.block_size, servers)

@@ -142,9 +142,9 @@ def _length(mean: float, spread: float, rng: Random) -> int:
     return max(1, round(_around(mean, spread, rng)))
 
 
-# The shared-prefix workload: many users per system prompt, in random order.
+# The shared-prefix workload: many prompts per system prompt, in random order.
 #
-# Most published figures on prefix-aware routing are for 150 groups of 5 users, with 6000 tokens of system prompt, 1200
+# Most published figures on prefix-aware routing are for 150 groups of 5 prompts, with 6000 tokens of system prompt, 1200
 # of question and 1000 of answer, at 3 to 60 requests per second. A router either keeps a system prompt on few replicas,
 # or has it computed everywhere.
 
@@ -153,7 +153,7 @@ class SharedPrefix(Struct, frozen=True, kw_only=True):
     """Parameters; the defaults are those of the published figures."""
 
     groups: int = 150
-    users: int = 5
+    prompts: int = 5
     system_tokens: int = 6000
     question_tokens: int = 1200
     output_tokens: int = 1000
@@ -163,7 +163,7 @@ class SharedPrefix(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         values = asdict(self)
-        for name in ("groups", "users", "system_tokens", "question_tokens", "output_tokens", "block_size"):
+        for name in ("groups", "prompts", "system_tokens", "question_tokens", "output_tokens", "block_size"):
             if values[name] < 1:
                 raise ValueError(f"{name} must be at least 1")
 
@@ -177,14 +177,14 @@ def shared_prefix(
     seed: int = 0,
     arrivals: Arrivals | None = None,
 ) -> Workload:
-    """One shuffled order of groups × users, repeated; Poisson arrivals by default."""
+    """One shuffled order of groups × prompts, repeated; Poisson arrivals by default."""
     rng = Random(f"shared-prefix/{seed}")
-    order = [(group, user) for group in range(spec.groups) for user in range(spec.users)]
+    order = [(group, prompt) for group in range(spec.groups) for prompt in range(spec.prompts)]
     rng.shuffle(order)
     ids = {place: _ids(spec, *place) for place in order}
     records = []
     for index, arrival_s in enumerate(times(arrivals or poisson(rate), rng, count=count, seconds=seconds)):
-        group, user = order[index % len(order)]
+        group, prompt = order[index % len(order)]
         records.append(
             Record(
                 id=str(index),
@@ -193,17 +193,17 @@ def shared_prefix(
                 out_tokens=spec.output_tokens,
                 max_tokens=spec.output_tokens,
                 block_size=spec.block_size,
-                hash_ids=ids[group, user],
+                hash_ids=ids[group, prompt],
                 model=spec.model,
             )
         )
     return Workload(name=f"shared-prefix-{rate:g}rps", records=records)
 
 
-def _ids(spec: SharedPrefix, group: int, user: int) -> tuple[int, ...]:
-    """The blocks of the system prompt belong to the group, all others to the user."""
+def _ids(spec: SharedPrefix, group: int, prompt: int) -> tuple[int, ...]:
+    """The blocks of the system prompt belong to the group, all others to the prompt alone."""
     total = -(-(spec.system_tokens + spec.question_tokens) // spec.block_size)
     shared = spec.system_tokens // spec.block_size
-    first = (group * (spec.users + 1)) * total
-    own = (group * (spec.users + 1) + 1 + user) * total
+    first = (group * (spec.prompts + 1)) * total
+    own = (group * (spec.prompts + 1) + 1 + prompt) * total
     return (*range(first, first + shared), *range(own, own + total - shared))
