@@ -97,8 +97,8 @@ def spell(numbers: bytes) -> bytes:
 
 # The requests: endless, seeded sequences, built one at a time when they are due.
 #
-# `SharedPrefix` is the workload behind most published figures on prefix-aware routing: many prompts per system prompt, in
-# random order. A router either keeps a prompt's cache entry on few replicas or has it computed everywhere.
+# `SharedPrefix` is the workload behind most published figures on prefix-aware routing: several prompts in random order
+# after each system prompt. A router either keeps a prompt's cache entry on few replicas or has it computed everywhere.
 
 CHAT_PATH = "/v1/chat/completions"
 

@@ -264,8 +264,10 @@ def print_table(compared: Comparison) -> None:
     console = Console(width=max(120, 30 + sum(max(len(policy), 13) + 3 for policy in order)))
     for title, figure in (("mean TTFT, ms", "ttft_mean_ms"), ("mean E2E, ms", "e2e_mean_ms")):
         console.print(_table(title, figure, summary, order))
+    terminal = Console()
     for name, regret in judged.items():
-        console.print(_regret_table(f"regret over the {name} set: {ratios_in_words(regret)}", regret, order))
+        table = _regret_table(f"regret over the {name} set: {ratios_in_words(regret)}", regret, order)
+        (terminal if terminal.is_terminal else console).print(table)
     for name in summary:
         if drawn := drawn_scenario(name):
             console.print(f"{name}: {drawn.words}", highlight=False, soft_wrap=True)
@@ -273,8 +275,9 @@ def print_table(compared: Comparison) -> None:
 
 def _regret_table(title: str, regret: Regrets, order: Sequence[str]) -> Table:
     table = Table(title=title)
-    for name in ("policy", "mean TTFT", "p99 TTFT", "mean E2E", "goodput", "shed", "failed"):
-        table.add_column(name, justify="left" if name == "policy" else "right")
+    table.add_column("policy", overflow="fold")
+    for name in ("mean TTFT", "p99 TTFT", "mean E2E", "goodput", "shed", "failed"):
+        table.add_column(name, justify="right", no_wrap=name in ("shed", "failed"))
     for policy in order:
         row = regret.get(policy)
         if row is not None:

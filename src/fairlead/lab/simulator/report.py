@@ -1,6 +1,6 @@
 """A comparison for people: tables on the terminal, one self-contained HTML file, and plots (with matplotlib)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from textwrap import fill
@@ -139,20 +139,20 @@ def _by_latency(row: tuple[str, Figures]) -> tuple[bool, float]:
     return not served(row[1]), row[1]["ttft_mean_ms"]
 
 
-def _tables(console: Console, title: str, rows: Sequence[tuple[str, Figures]]) -> Iterator[Table]:
-    """One table, or several if the terminal is too narrow for all columns, so that no figure is cut off."""
-    options, begin = console.options.update(max_width=_WIDEST), 0
-    while begin < len(COLUMNS):
-        for end in range(len(COLUMNS), begin, -1):
-            table = _columns(title, rows, begin, end)
-            if console.measure(table, options=options).maximum <= console.width:
-                break
-        yield table
-        begin = end
+def _tables(console: Console, title: str, rows: Sequence[tuple[str, Figures]]) -> list[Table]:
+    """One table, or several of about equal size if the terminal is too narrow for all columns, so that no figure is cut
+    off and none stands alone."""
+    options = console.options.update(max_width=_WIDEST)
+    tables: list[Table] = []
+    for size in sorted({-(-len(COLUMNS) // parts) for parts in range(1, len(COLUMNS) + 1)}, reverse=True):
+        tables = [_columns(title, rows, begin, begin + size) for begin in range(0, len(COLUMNS), size)]
+        if all(console.measure(table, options=options).maximum <= console.width for table in tables):
+            break
+    return tables
 
 
-def _policy_column(least: int | None = None) -> Column:
-    return Column("policy", overflow="fold", min_width=least, max_width=_POLICY_WIDTH)
+def _policy_column() -> Column:
+    return Column("policy", overflow="fold", max_width=_POLICY_WIDTH)
 
 
 def _columns(title: str, rows: Sequence[tuple[str, Figures]], begin: int, end: int) -> Table:
@@ -170,10 +170,9 @@ def _seeds(rows: Sequence[tuple[str, Figures]]) -> str:
 
 
 def _regret_table(regret: dict[str, Figures]) -> Table:
-    least = min(max(map(len, regret)), _POLICY_WIDTH)
-    table = Table(_policy_column(least), title=f"regret = value / best value: {ratios_in_words(regret)}")
+    table = Table(_policy_column(), title=f"regret = value / best value: {ratios_in_words(regret)}")
     for name in ("TTFT\nmean", "TTFT\np99", "E2E\nmean", "shed", "failed"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=name in ("shed", "failed"))
     for policy, row in sorted(regret.items(), key=lambda item: item[1]["ttft_mean_ms"]):
         parts = [regret_text(row, figure) for figure in ("ttft_mean_ms", "ttft_p99_ms", "e2e_mean_ms")]
         table.add_row(policy, *parts, f"{row['shed']:g}", f"{row['failed']:g}")

@@ -142,9 +142,9 @@ def _length(mean: float, spread: float, rng: Random) -> int:
     return max(1, round(_around(mean, spread, rng)))
 
 
-# The shared-prefix workload: many prompts per system prompt, in random order.
+# The shared-prefix workload: several prompts in random order after each system prompt.
 #
-# Most published figures on prefix-aware routing are for 150 groups of 5 prompts, with 6000 tokens of system prompt, 1200
+# Most published figures on prefix-aware routing are for 150 groups of 5 prompts with 6000 tokens of system prompt, 1200
 # of question and 1000 of answer, at 3 to 60 requests per second. A router either keeps a system prompt on few replicas,
 # or has it computed everywhere.
 

@@ -1,6 +1,7 @@
 """Comparisons: every cell once, resumed where they stopped, and a report that needs nothing else."""
 
 import gzip
+import re
 import sys
 from codecs import BOM_UTF8
 from statistics import fmean
@@ -410,6 +411,25 @@ def test_a_narrow_terminal_gets_more_tables_and_every_figure(monkeypatch, capsys
         assert "…" not in shown[width]
         assert all(f" {10_000 + number:,}" in shown[width] for number in range(len(COLUMNS)))
     assert shown["80"].count("s, times in ms") > shown["200"].count("s, times in ms") == 1
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("default", "a-policy-with-a-long-name-of-its-own")])
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_no_column_of_a_table_is_cut_off_or_stands_alone(monkeypatch, capsys, names, seeds):
+    """On a terminal of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    figures = {key: 10_000.0 for _, key, _ in COLUMNS} | dict.fromkeys(KEPT, 10.0) | {"done": 9}
+    rows = [
+        CellResult(key="", scenario="agents", policy=name, seed=seed, figures=figures)
+        for name in names
+        for seed in range(seeds)
+    ]
+    print_comparison(rows)
+    print_table(comparison(rows))
+    shown = capsys.readouterr().out
+    assert max(map(len, re.sub("\x1b[^m]*m", "", shown).splitlines())) <= 80
+    assert len([line for line in shown.splitlines() if "┃" in line and "shed" in line and "failed" in line]) == 3
 
 
 def test_what_cannot_be_drawn_is_said(tmp_path, capsys, monkeypatch):
