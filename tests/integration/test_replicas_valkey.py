@@ -23,6 +23,7 @@ from valkey_server import ValkeyServer
 from fairlead.core.events import Event, PeerHeard, PeerLost
 from fairlead.server import replicas_valkey as module
 from fairlead.server.observe.log import RepeatFilter
+from fairlead.server.replicas import MOST_CHANGES
 
 
 @pytest.fixture
@@ -404,6 +405,50 @@ async def test_a_server_that_is_slow_to_send_the_set_is_relieved_of_it(server: V
         one.say("word")
         await until(lambda: other.known.get("a") == ["word"])
         assert b"name" not in await client.smembers(members)
+
+
+@pytest.mark.parametrize("key", ["told", "replicas", "snapshot:"])
+async def test_a_key_of_another_type_is_replaced(server: ValkeyServer, key: str) -> None:
+    one, other = Teller("a", server.url), Teller("b", server.url)
+    async with running(one, other), Valkey.from_url(server.url) as client:
+        await until(lambda: agree(one, other) and {"a", "b"} == {*one.replicas.peers, *other.replicas.peers})
+        async with client.pipeline(transaction=True) as pipe:
+            pipe.delete(f"{{fairlead:pool}}:{key}")
+            pipe.hset(f"{{fairlead:pool}}:{key}", "field", "value")
+            await pipe.execute()
+        if key != "snapshot:":  # used only by who connects
+            await until(lambda: one.replicas.counts.outages or other.replicas.counts.outages)
+        joiner = Teller("c", server.url)
+        async with running(joiner):
+            one.say("word")
+            await until(lambda: agree(one, other, joiner) and joiner.known["a"] == other.known["a"] == ["word"])
+            assert not any(teller.replicas.problem for teller in (one, other, joiner))
+
+
+async def test_a_snapshot_of_another_type_does_not_end_the_connection(server: ValkeyServer) -> None:
+    one = Teller("a", server.url)
+    async with running(one), Valkey.from_url(server.url) as client:
+        await client.hset("{fairlead:pool}:snapshot:b", "field", "value")
+        await client.xadd("{fairlead:pool}:told", {module.ORIGIN: b"b", module.WANTED: b""})
+        await until(lambda: one.replicas.missing == ["b"])
+        await client.xadd("{fairlead:pool}:told", {module.ORIGIN: b"b", module.SNAPSHOT: b""})
+        await client.xadd("{fairlead:pool}:told", {module.ORIGIN: b"b", module.GONE: b""})
+        await until(lambda: one.lost == ["b"])
+        assert not one.replicas.counts.outages
+
+
+async def test_forged_joins_and_leaves_do_not_fill_the_log(
+    server: ValkeyServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "fairlead.replicas")
+    one = Teller("a", server.url)
+    async with running(one), Valkey.from_url(server.url) as client:
+        for _ in range(MOST_CHANGES):
+            for kind in (module.WANTED, module.GONE):
+                await client.xadd("{fairlead:pool}:told", {module.ORIGIN: b"b", kind: b""})
+        await until(lambda: len(one.lost) == MOST_CHANGES)
+    assert sum("a replica" in each.getMessage() for each in caplog.records) == MOST_CHANGES
+    assert sum("so often" in each.getMessage() for each in caplog.records) == 1
 
 
 class Slow(Teller):

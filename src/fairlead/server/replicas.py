@@ -28,6 +28,9 @@ MOST_PEERS = 64
 ASK_FIRST_S, ASK_CAP_S = 0.5, 30.0
 #: The least seconds between two snapshots of one replica.
 SNAPSHOT_PAUSE_S = 0.25
+#: Lines that say within so many seconds that a replica joined or left, at most: as many as when all are replaced.
+#: Whoever may write where facts are shared could otherwise cause thousands a second.
+MOST_CHANGES, CHANGES_S = 2 * MOST_PEERS, 60.0
 #: Seconds that a start waits for the snapshots of other replicas.
 JOIN_S = 2.0
 #: A lag of more seconds is reported as a trouble.
@@ -145,6 +148,8 @@ class Replicas:
         self._unheard_since = time.monotonic()
         #: The lag as last measured, and when.
         self._lag = 0.0, self._unheard_since
+        #: How many replicas joined and left since when, within `CHANGES_S`.
+        self._changes = 0, self._unheard_since
         #: When all workers were last known (`time.monotonic`).
         self._complete_at = self._unheard_since
         #: Workers were missing for longer than a lease, and since then not all have run steadily.
@@ -272,7 +277,7 @@ class Replicas:
         del self.peers[name]
         self._unheard_since = time.monotonic()
         self._counted(len(self.peers) + 1)
-        log.info("a replica left", replica=name)
+        self._log_change("a replica left", name)
         self._feed(PeerLost(name))
 
     def _meet(self, name: str) -> Peer | None:
@@ -282,9 +287,18 @@ class Replicas:
             now = time.monotonic()
             peer = self.peers[name] = Peer(now, now)
             self._counted(len(self.peers) + 1)
-            log.info("a replica joined", replica=name)
+            self._log_change("a replica joined", name)
             self._want(name)
         return peer
+
+    def _log_change(self, message: str, name: str) -> None:
+        now, (count, since) = time.monotonic(), self._changes
+        count, since = (count + 1, since) if now - since < CHANGES_S else (1, now)
+        self._changes = count, since
+        if count <= MOST_CHANGES:
+            log.info(message, replica=name)
+        elif count == MOST_CHANGES + 1:
+            log.warning("replicas join and leave so often that most of it is not logged", replica=name)
 
     def _want(self, name: str) -> None:
         """Note that batches or the snapshot of this replica are missing."""

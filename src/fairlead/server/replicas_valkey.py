@@ -16,10 +16,10 @@ Rules
   lag by our own clock.
 * Positions in the stream are times of the server's clock, which may be set. So the stream is trimmed up to a position
   (MINID) that we read long enough ago by our own clock.
-* A full server refuses the entries that would trim the stream, as one does after an entry with the highest position, so
-  whoever is refused deletes the stream. The others notice the missing batches. If the clock was set back before that,
-  new positions are below those read before. A writer notices that, reads on from its own entry, and asks all others for
-  snapshots.
+* A full server refuses the entries that would trim the stream, as one does after an entry with the highest position or
+  where a key has another type, so whoever is refused deletes the stream and the set of replicas. The others notice the
+  missing batches. If the clock was set back before that, new positions are below those read before. A writer notices
+  that, reads on from its own entry, and asks all others for snapshots.
 * A new replica asks all others for a snapshot and reads the stream meanwhile. A replica that finds a gap does the same.
   A snapshot is written after the batches that it includes and before all later ones.
 * A set of replicas with too many names, or that the server does not send in time, is deleted: each replica adds itself
@@ -76,8 +76,9 @@ MOST_UNSENT = 1 << 20
 _AT_ONCE, _TURN_S = 256, 0.005
 #: The most names that the set of replicas may have; those that died without anybody who noticed it are there too.
 _MOST_MEMBERS = 1024
-#: The error of a stream in which somebody added an entry with the highest position.
-_EXHAUSTED = "exhausted the last possible ID"
+#: The errors of a stream in which somebody added an entry with the highest position, and of a key that somebody made
+#: anew with another type.
+_SPOILED = re.compile("exhausted the last possible ID|WRONGTYPE")
 #: Different reasons of one outage that are logged at most.
 _MOST_LOGGED = 8
 #: A server that is silent for more seconds is away.
@@ -100,12 +101,12 @@ class ValkeyReplicas(Replicas):
         """Raises `ConfigError` if the client is not installed."""
         super().__init__(own)
         try:
-            from valkey.exceptions import OutOfMemoryError, ReadOnlyError, ValkeyError
+            from valkey.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError, ValkeyError
         except ImportError as error:
             why = f"replicas need a client of Valkey ({error}): pip install 'fairlead[replicas]'"
             raise ConfigError(why, "$.replicas.via") from None
         self._failures, self._full = (ValkeyError, OSError, TimeoutError, UnicodeError), OutOfMemoryError
-        self._read_only = ReadOnlyError
+        self._read_only, self._refused = ReadOnlyError, ResponseError
         scheme = split_via(own.settings.via).scheme
         self._kind = scheme.removesuffix(SENTINEL)
         self._asks_sentinels = scheme.endswith(SENTINEL)
@@ -209,8 +210,8 @@ class ValkeyReplicas(Replicas):
                 if not isinstance(error, self._failures):
                     log.error("could not send to the other replicas", error=f"{type(error).__name__}: {error}")
                 self._alone(error)
-                if isinstance(error, self._full) or _EXHAUSTED in str(error):
-                    await self._make_room()
+                if isinstance(error, self._full) or _SPOILED.search(str(error)):
+                    await self._clear()
             tried.set()
             if time.monotonic() - began > self._settings.lease:
                 pause_s = _AGAIN_FIRST_S
@@ -288,10 +289,10 @@ class ValkeyReplicas(Replicas):
             primary: tuple[str, int] | None = await client.sentinel_get_master_addr_by_name(name)
             return primary
 
-    async def _make_room(self) -> None:
+    async def _clear(self) -> None:
         with suppress(*self._failures):
             async with asyncio.timeout(TIMEOUT_S), self._client() as client:
-                await client.delete(self._stream)
+                await client.delete(self._stream, self._members)
 
     def _alone(self, error: Exception) -> None:
         now = time.monotonic()
@@ -536,7 +537,10 @@ class ValkeyReplicas(Replicas):
 
     async def _fetch(self, client: Client, name: str, peer: Peer) -> None:
         async with asyncio.timeout(TIMEOUT_S):
-            snapshot = await client.get(self._snapshots + name.encode())
+            try:
+                snapshot = await client.get(self._snapshots + name.encode())
+            except self._refused:  # somebody made a key of another type
+                snapshot = None
         if snapshot is not None:  # else it will be requested again
             self._caught_up(name, peer, snapshot)
 
