@@ -125,7 +125,7 @@ async def _kv_events_of(site: Site, kv: KvListening, slot: int) -> list[Finding]
     if bad:
         reason = next((f": {count.bad_reason}" for count in counts if count.bad_reason), "")
         findings.append(UNREADABLE.at(name, f"{bad} of {bad + kv.event_count(slot)} events and batches{reason}"))
-    if any(count.failed_replays for count in counts):  # one that still brings batches is only long
+    if any(count.failed_replays and not count.replayed for count in counts):  # one that brings batches is only long
         findings.append(REPLAY.at(name, f"no answer from {source.source.replay}"))
     return [*findings, *_topic(site, kv, slot)]
 

@@ -45,6 +45,8 @@ class Limits(Struct, frozen=True):
     queue: int = 64
     #: Replies that ZMQ queues per replay. A publisher sends all its batches at once (10,000 by default).
     replay_queue: int = 20_000
+    #: Bytes of replies that wait here per replay. A replay that sends more is cut off, and the rest requested again.
+    replay_bytes: int = 32 << 20
     #: Bytes of a batch. Larger batches are dropped and count as lost (decoding 1 MiB takes 1 to 2 ms).
     max_batch: int = 1 << 20
     #: Bytes of a frame. A publisher that sends a larger one is disconnected.

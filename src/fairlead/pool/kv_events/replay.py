@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from fairlead.pool.kv_events.wire import END, bounded, replay_request, replayed
 _CONNECT_TIMEOUT = 3_000
 #: Interval of the heartbeats that detect a vanished peer, in ms.
 _HEARTBEAT = 10_000
+#: Replies of a replay, and their bytes, that are taken out of ZMQ's queue in a turn of the event loop.
+_REPLIES, _REPLY_BYTES = 64, 1 << 20
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
@@ -143,6 +146,9 @@ class Monitor:
 #   after some attempts without a new batch. Then the feed continues with live batches, and no replay is requested until
 #   a cool-down has passed or the publisher has connected again.
 # * Each replay has a new socket, so that late replies are dropped.
+# * A publisher sends faster than its batches can be applied, and ZMQ bounds only their number. So replies are taken out
+#   of ZMQ's queue as they arrive. When too many bytes wait here, the replay is cut off, and another one follows once
+#   these are applied.
 
 
 class Replayer:
@@ -167,7 +173,13 @@ class Replayer:
         self._wake = wake
         self._loop = asyncio.get_running_loop()
         self._socket: Socket | None = None
-        self._received = asyncio.Event()
+        #: Replies may have arrived, or those that were received have been passed to the feed.
+        self._stirred = asyncio.Event()
+        #: Replies that were received but not passed to the feed, and their bytes.
+        self._replies: deque[list[bytes]] = deque()
+        self._bytes = 0
+        #: No more replies are received.
+        self._cut = False
         self._over = False
         self._complete = False
         self._cool_until = 0.0
@@ -195,23 +207,22 @@ class Replayer:
         there is nothing to do yet. A replay is read to its end even if its rest is ignored."""
         if self._task is None:
             return self._look()
-        socket = self._socket
-        if socket is None or self._over:
+        if self._over or not self._replies:
             return False
-        frames = receive(socket)
-        if frames is None:
-            return False
-        self._received.set()
+        frames = self._replies.popleft()
+        self._bytes -= sum(map(len, frames))
         try:
             reply = replayed(bounded(frames, self._limits.max_batch))
         except ValueError:
             self._feed.unreadable()
-            return True
-        if reply is END:
-            self._complete = True
-            self._over = True
         else:
-            self._feed.replayed(reply)
+            if reply is END:
+                self._complete = self._over = True
+            else:
+                self._feed.replayed(reply)
+        self._over = self._over or (self._cut and not self._replies)
+        if self._over or not self._replies:
+            self._stirred.set()
         return True
 
     async def close(self) -> None:
@@ -253,35 +264,60 @@ class Replayer:
 
     async def _once(self, start: int) -> bool:
         """Request a replay and wait until its replies end. Return whether the end marker arrived."""
-        self._complete = False
-        self._over = False
-        self._received.clear()
+        self._complete = self._over = self._cut = False
         try:
             self._socket = socket = dealer(self._context, self._limits, self._curve)
         except zmq.ZMQError:  # too many open files
             return False
-        descriptor = int(socket.get(zmq.FD))
         try:
             socket.connect(self._address)
             self._feed.replay_begins()
             # A DEALER queues messages until it is connected.
             socket.send_multipart(replay_request(start), zmq.NOBLOCK)
-            self._loop.add_reader(descriptor, self._wake)
-            self._wake()
+            self._loop.add_reader(int(socket.get(zmq.FD)), self._stirred.set)
             async with asyncio.timeout(self._limits.replay_timeout):
                 await self._until_over()
         except (TimeoutError, zmq.ZMQError):
             return False
         finally:
-            self._loop.remove_reader(descriptor)
-            self._socket = None
-            socket.close(linger=0)
+            self._hang_up()
+            self._replies.clear()
+            self._bytes = 0
         return self._complete
 
     async def _until_over(self) -> None:
-        """Wait for the replay's end. Raises `TimeoutError` if the publisher is silent too long while the feed is not
-        busy."""
+        """Wait for the replay's end. Raises `TimeoutError` if the publisher is silent too long while all its replies
+        are applied."""
         while not self._over:
-            self._received.clear()
-            if not await set_within(self._received, self._limits.replay_silence) and not self._feed.busy:
-                raise TimeoutError
+            self._stirred.clear()
+            if self._gather():
+                await asyncio.sleep(0)
+            elif not await set_within(self._stirred, self._limits.replay_silence):
+                self._gather()  # ZMQ's descriptors can lose a wake-up
+                if not self._replies and not self._feed.busy:
+                    raise TimeoutError
+
+    def _gather(self) -> bool:
+        """Take some replies out of ZMQ's queue. Return whether there may be more."""
+        until = self._bytes + _REPLY_BYTES
+        for _ in range(_REPLIES):
+            frames = receive(self._socket) if self._socket is not None else None
+            if frames is None:
+                return False
+            if not self._replies:
+                self._wake()
+            self._replies.append(frames)
+            self._bytes += sum(map(len, frames))
+            if self._bytes > self._limits.replay_bytes:
+                self._cut = True
+                self._hang_up()
+            if self._bytes > until:
+                break
+        return True
+
+    def _hang_up(self) -> None:
+        """Close the socket, with the replies that are in its queue."""
+        if self._socket is not None:
+            self._loop.remove_reader(int(self._socket.get(zmq.FD)))
+            self._socket.close(linger=0)
+            self._socket = None

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import zmq
+from msgspec.structs import replace
 from ports import free_ports
 
 from fairlead.core.errors import ConfigError
@@ -105,6 +106,18 @@ async def test_lost_batches_are_fetched(events: Any, publish: Any) -> None:
     (count,) = events.counts(0)
     assert count.lost == 0 and count.restarts == 0
     assert not events.index.rank(0, 0, "m").provisional
+
+
+async def test_a_replay_of_too_many_bytes_is_fetched_in_parts(events: Any, publish: Any) -> None:
+    publisher = publish()
+    for digest in range(1, 101):
+        store(publisher, digest, parent=digest - 1)
+    async with KvSubscriber(events.index, replace(LIMITS, replay_bytes=2_000)) as narrow:
+        narrow.watch(0, source(publisher))
+        await until(lambda: blocks(narrow) == 100)
+        (count,) = narrow.counts(0)
+        assert count.failed_replays >= 2 and count.replayed == 100
+        assert count.lost == count.restarts == 0
 
 
 async def test_without_replay_gaps_are_counted(events: Any, publish: Any) -> None:
