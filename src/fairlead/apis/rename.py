@@ -68,6 +68,11 @@ _NEAR = re.compile(rb'["{}\[\],:]')
 _FAR = re.compile(rb'["{}\[\]]')
 _BEGIN = re.compile(rb"[^ \t\r\n\xef\xbb\xbf]")
 _LINE_END = re.compile(rb"[\r\n]")
+_EVENT_END = re.compile(rb"\n\r?\n")
+#: Lines that are passed at once: before a document, those without data, and events too short for a name.
+_NO_DOCUMENT = re.compile(
+    rb"(?:[\r\n]++|(?!data:|\{)[^\r\n]++[\r\n]|data: *+[\r\n]|data:[^\r\n]{0,11}+(?:\n\n|\r\n\r\n))*+"
+)
 
 #: Members of the top level that are objects and name the model too.
 _NESTED = (b'"response"', b'"message"')
@@ -302,7 +307,7 @@ class ModelRenamer:
         while position < stop:
             if self._line is None:
                 if self._matched == 0 and documents.fresh:
-                    position = self._known(chunk, position)
+                    position = self._passed(chunk, position)
                     begun, before = position, documents.matches
                     if position == stop:
                         break
@@ -319,17 +324,19 @@ class ModelRenamer:
             if line_end:
                 position = self._line_end(chunk, position)
 
-    def _known(self, chunk: bytes, position: int) -> int:
-        """Skip events that begin like an earlier one, because the scan would find the name at the same place."""
+    def _passed(self, chunk: bytes, position: int) -> int:
+        """Pass lines without a document, and events that begin like an earlier one, because the scan would find the
+        name at the same place. Return the offset behind them."""
         known, documents = self._beginning, self._documents
-        while known and chunk.startswith(known, position):
+        while position < len(chunk):
+            if lines := _NO_DOCUMENT.match(chunk, position):
+                position = lines.end()
             start = position + len(known)
-            end = chunk.find(b"\n\n", start)
-            if end < 0:
+            end = _EVENT_END.search(chunk, start) if known and chunk.startswith(known, position) else None
+            if end is None:
                 break
             documents.replace(start - len(self._name), start)
-            self._after_cr = False
-            position = end + 2
+            position = end.end()
         return position
 
     def _line_start(self, chunk: bytes, position: int) -> int:

@@ -1,6 +1,8 @@
 """The model's name in responses. tests/property/test_model_names.py has the many; here are the ones to read."""
 
+import sys
 import tracemalloc
+from types import FrameType
 
 import pytest
 
@@ -127,3 +129,39 @@ def test_a_document_with_many_brackets_and_no_name_is_not_read_to_its_end() -> N
     few, many = (b'{"data":[%b[]],"model":"t"}' % (b"[]," * count) for count in (1000, 100_000))
     assert ModelRenamer("c", False).feed(few) == few.replace(b'"t"', b'"c"')
     assert ModelRenamer("c", False).feed(many) == many
+
+
+@pytest.mark.parametrize(
+    "unit", [b"\n", b"\r", b"\r\n", b":\r\n", b"x\n", b"data:\n", b"data: {}\n\n", b"event: x\ndata: {}\r\n\r\n"]
+)
+def test_lines_without_a_name_are_passed_at_once(unit: bytes) -> None:
+    named = b'data: {"model":"t"}\n\n'
+    assert calls_for(unit * 1000) < 100
+    for body in (unit * 3 + named, named + unit * 3 + named):
+        wanted = body.replace(b'"t"', b'"c"')
+        assert ModelRenamer("c", True).feed(body) == one_by_one(ModelRenamer("c", True), body) == wanted
+
+
+@pytest.mark.parametrize("ends", [b"\n", b"\r\n"])
+def test_events_that_begin_alike_are_not_read_again(ends: bytes) -> None:
+    event = b"data: " + CHUNK % b"tiny" + 2 * ends
+    assert calls_for(event) > 10
+    assert calls_for(event * 1000) < 5000
+    assert ModelRenamer("big/one", True).feed(event * 3) == event.replace(b"tiny", b"big/one") * 3
+
+
+def calls_for(body: bytes) -> int:
+    """How many Python functions are called to rename a stream."""
+    calls = []
+
+    def noted(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            calls.append(event)
+
+    renamer = ModelRenamer("c", True)
+    sys.setprofile(noted)
+    try:
+        renamer.feed(body)
+    finally:
+        sys.setprofile(None)
+    return len(calls)
