@@ -53,12 +53,12 @@ def ends_escaping(data: bytes, position: int, stop: int) -> bool:
 # * The name is looked for at the top level of a JSON document, and in its member `response` (events of the Responses
 #   API) or `message` (Anthropic's `message_start`). Behind it nothing is read: a megabyte of log-probabilities would
 #   take 85 ms. Nor behind `_MOST_TOKENS` without a name.
-# * A body that is no stream is one document.
+# * A body that is no stream is one document. In a list (`/v1/completions/render`), each element is one.
 # * All bytes are passed on immediately, except a name that is not complete, of up to `_LONGEST` bytes: what is longer
 #   is no name. So a stream is never delayed, and memory is bounded.
 # * In a stream (`text/event-stream`), each event has one document: its `data:` lines, joined by line ends. LF, CR and
 #   CRLF end a line (HTML Living Standard §9.2.6). A bare line with an object is a document, as for `UsageScanner`.
-# * A document that is not a JSON object passes unread. The time is linear for any bytes.
+# * What is neither a JSON object nor a list of these passes unread. The time is linear for any bytes.
 #
 # Theory. Two kinds of tokens show the depth: brackets, and strings, because brackets inside them do not count. Only the
 # objects named above are read more closely: in them, a string before a colon is a key. The state between chunks is a
@@ -66,7 +66,7 @@ def ends_escaping(data: bytes, position: int, stop: int) -> bool:
 
 _NEAR = re.compile(rb'["{}\[\],:]')
 _FAR = re.compile(rb'["{}\[\]]')
-_BEGIN = re.compile(rb"[^ \t\r\n\xef\xbb\xbf]")
+_BEGIN = re.compile(rb"[^ ,\t\r\n\xef\xbb\xbf]")
 _LINE_END = re.compile(rb"[\r\n]")
 _EVENT_END = re.compile(rb"\n\r?\n")
 #: Lines that are passed at once: before a document, those without data, and events too short for a name.
@@ -96,8 +96,8 @@ class _Documents:
     """Scans documents. `begin` a chunk and `scan` its ranges; `finish` returns the bytes to pass on."""
 
     __slots__ = (
-        "_chunk", "_depth", "_escaped", "_held", "_in_value", "_kept", "_key", "_left", "_mode", "_named",
-        "_out", "_same_length", "_shown", "found_at", "matches", "written",
+        "_chunk", "_depth", "_escaped", "_held", "_in_value", "_kept", "_key", "_left", "_listed", "_mode",
+        "_named", "_out", "_same_length", "_shown", "found_at", "matches", "written",
     )  # fmt: skip
 
     def __init__(self, shown: str, same_length: bool) -> None:
@@ -119,6 +119,7 @@ class _Documents:
         self.release()
         self._mode = _START
         self._depth = 0
+        self._listed = False
         #: Keys are read in objects down to this depth: 1, or 2 inside a nested object.
         self._named = 1
         self._in_value = False
@@ -179,8 +180,11 @@ class _Documents:
         match = _BEGIN.search(self._chunk, position, stop)
         if match is None:
             return stop
+        if match.group() == b"[" and not self._listed:
+            self._listed = True
+            return match.end()
         self._mode = _OUT if match.group() == b"{" else _UNREAD
-        self._depth = 1
+        self._depth = self._named = 1
         return match.end()
 
     def _token(self, position: int, stop: int) -> int:
@@ -208,7 +212,7 @@ class _Documents:
         elif byte in b"}]":
             self._depth -= 1
             if self._depth == 0:
-                self.give_up()
+                self._mode, self._in_value = _START if self._listed else _UNREAD, False
             elif self._depth <= self._named:
                 self._named = min(self._named, self._depth)
                 self._in_value = True
@@ -257,7 +261,9 @@ class _Documents:
                 self.matches += 1
                 self.found_at, self.written = end, bytes(self._held)
                 self._held[:] = self._shown
-            self.give_up()
+            self.release()
+            # Of a list, further elements may follow.
+            self._mode, self._named = _OUT if self._listed else _UNREAD, 0
         elif len(self._held) > _LONGEST:
             self._mode = _STRING
             self.release()

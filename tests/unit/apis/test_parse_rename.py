@@ -43,6 +43,11 @@ def test_stream(ends: bytes) -> None:
         # Anthropic's and the Responses API's events
         (b'{"type":"message_start","message":{"model":"t"}}', b'{"type":"message_start","message":{"model":"c"}}'),
         (b'{"response":{"a":[{}],"model":"t"},"b":1}', b'{"response":{"a":[{}],"model":"c"},"b":1}'),
+        # a list of documents: vLLM's `/v1/completions/render`
+        (
+            b'[{"a":[1,{"model":"t"}],"model":"t","b":{"model":"t"}}, {"model":"x"}]',
+            b'[{"a":[1,{"model":"t"}],"model":"c","b":{"model":"t"}}, {"model":"c"}]',
+        ),
         # the first name of a document
         (b'{"model":"t","model":"x"}{"model":"t"}', b'{"model":"c","model":"x"}{"model":"t"}'),
     ],
@@ -60,7 +65,7 @@ def test_names(body: bytes, wanted: bytes) -> None:
         b'{"model":["t"]}',
         b'{"models":"t"}',
         b'{"x":{"model":"t"}}',
-        b'[{"model":"t"}]',
+        b'[[{"model":"t"}]]',
         b'{"choices":[{"message":{"model":"t"}}]}',
         b'{"message":[{"model":"t"}]}',
         b'{"content":"{\\"model\\":\\"t\\"}"}',
