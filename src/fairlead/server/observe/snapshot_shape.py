@@ -6,7 +6,6 @@ rates over the last ten seconds, sums per endpoint over the last minute.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from math import inf
 
 from msgspec import Struct
 
@@ -407,7 +406,7 @@ def _outage(endpoints: Sequence[EndpointRow], failures: Failures) -> Iterable[No
         yield Notice(level, "some", "Requests fail", detail=what, runbook="FairleadErrorsHigh")
     if failures.models and out < all_of:
         what = f": {'its' if len(failures.models) == 1 else 'their'} requests fail."
-        text, since = f"No endpoint has served {named([*failures.models])}", min(failures.models.values())
+        text, since = f"No endpoint has served {named([*failures.models])}", max(failures.models.values())
         yield Notice(BAD, MODELS_OUT, text, since, what, "FairleadModelOut")
     if failures.since is not None:
         return
@@ -419,7 +418,7 @@ def _outage(endpoints: Sequence[EndpointRow], failures: Failures) -> Iterable[No
             elsewhere = " Requests will fail."
         else:
             elsewhere = " Requests are not split." if all(row.role in PREFILL_ONLY for row in rows) else ""
-        since = min(row.since or inf for row in rows)
+        since = max(row.since or 0.0 for row in rows)
         section = _RUNBOOK.get(reason, "FairleadEndpointStale") if out < all_of else "FairleadNoEndpoints"
         what = f": {subject} {_does(reason, rows)}.{elsewhere}"
         text = f"{_listed(rows, all_of, 'Endpoint')} {verb} been out of use"

@@ -109,6 +109,18 @@ def test_an_endpoint_that_refuses_connections_is_out_since_then(scene):
     assert scene.notices()[0].since == 1100.0, "since when, not how it was last seen"
 
 
+def test_several_have_been_out_since_the_last_one_went():
+    scene = Scene("abc")
+    scene.answer("a", "b", "c")
+    scene.refuse("a")
+    assert scene.notices()[0].since == 1100.0
+    scene.now += 60.0
+    scene.answer("b")
+    scene.refuse("c")
+    (notice,) = scene.notices()
+    assert (notice.text, notice.since) == ("2 of 3 endpoints (a, c) have been out of use", 1160.0)
+
+
 #: Endpoint → labels.
 PAIRS = {
     **{name: {"llm-d.ai/role": "prefill", "model-id": "qwen"} for name in "pq"},
