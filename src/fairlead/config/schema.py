@@ -680,9 +680,9 @@ class FlowSettings(Section):
     )
     no_endpoint_ttl: Annotated[float, Field(ge=0, le=LONGEST_WAIT), DURATION] = Field(
         default=60.0,
-        description="How long a request may wait while the pool has no endpoint, within `ttl`; at least 30 s if it has "
-        "some, but none for the request. 0 = an empty pool refuses at once; this is the value if flow control is on by "
-        "default.",
+        description="How long a request may wait while the pool has no endpoint, or none answers, within `ttl`; at "
+        "least 30 s if it has some, but none for the request. 0 = such a pool refuses at once; this is the value if "
+        "flow control is on by default.",
     )
     window: int = Field(
         default=256,

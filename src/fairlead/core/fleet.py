@@ -33,6 +33,8 @@ BYTES_SHARE, BYTES_CHANGED = 0.2, 0.02
 #: Failed responses in a row before an endpoint is avoided, and for how many seconds.
 ERRORS_TO_EJECT = 3
 EJECT_SECONDS = 3.0
+#: Scrapes in a row without an answer from which an endpoint may be unreachable.
+SCRAPES_LOST = 3
 #: Failed requests that are remembered, and for how many seconds.
 FAILED, FAILED_S = 256, 60.0
 #: How much a response counts as a failure if it broke off and it is unknown whether client or endpoint caused that.
@@ -221,8 +223,7 @@ class Fleet:
         self.stalls.sampled(slot, before, sample, now)
         table.sampled(slot, sample)
         if table.failures[slot]:
-            table.failures[slot] = 0
-            table.judge_trouble()
+            self._lost(slot, 0.0)
         table.sampled_at[slot] = now
         if sample.adapters is not None:
             table.set_adapters(slot, sample.adapters)
@@ -364,13 +365,28 @@ class Fleet:
         slot = table.slot(endpoint_id)
         if slot is None:
             return
-        table.failures[slot] = 0 if answered else table.failures[slot] + 1
-        table.judge_trouble()
+        self._lost(slot, 0.0 if answered else table.failures[slot] + 1.0)
         if self.stale(slot, now):
             self.ledger.own_accounting(slot)
             capacity = table.capacity_tokens[slot]
             table.kv[slot] = min(table.kv_tokens[slot] / capacity, 1.0) if capacity else 0.0
             table.stale.add(slot)
+
+    def _lost(self, slot: int, scrapes: float) -> None:
+        """Set how many scrapes in a row the endpoint has not answered."""
+        table = self.table
+        if (scrapes >= SCRAPES_LOST) != (table.failures[slot] >= SCRAPES_LOST):
+            table.version += 1  # what is remembered for waiting requests is looked up again
+        table.failures[slot] = scrapes
+        table.judge_trouble()
+
+    @property
+    def unreachable(self) -> bool:
+        """Whether the pool serves nothing: no endpoint answers scrapes, and the last request that ended has failed."""
+        table = self.table
+        if not table.troubled or not self._failed or np.count_nonzero(table.alive & (table.failures < SCRAPES_LOST)):
+            return False
+        return not self._answered or self._answered[-1][0] < self._failed[-1][0]
 
     def answered(self, slot: int, ok: bool, now: float, own: bool = True, blame: float = 1.0) -> None:
         """Count a response that ended. After `ERRORS_TO_EJECT` failures in a row, policies avoid the endpoint for

@@ -73,6 +73,9 @@ GAP, STRANDED_S = 30.0, 1.0
 #: Models judged in one pass. To give up requests, one call looks at this many more than it may give up. Each look takes
 #: 0.08 ms.
 JUDGED = 8
+#: The share of the time for which requests wait for an unreachable pool after which one is sent, to see whether it is.
+#: Most of that time, because it may fail.
+TESTED = 0.9
 
 
 class Gate(Protocol):
@@ -199,6 +202,8 @@ class FlowControl:
         self._stopped = inf
         #: Clock seconds since when the pool has no endpoints, as far as a waiting request was affected; `inf` = it has.
         self._deserted = inf
+        #: The last time (clock seconds) that an unreachable pool was sent a request.
+        self._tested = -inf
         #: Target models of which requests wait although no endpoint can serve them, and the clock seconds since when;
         #: what that was judged by, and the clock seconds before which it is not judged again.
         self._stranded: dict[str, float] = {}
@@ -229,6 +234,10 @@ class FlowControl:
         """Whether requests may wait while the pool has no endpoints."""
         return self._times.no_endpoints > 0.0
 
+    def deserted(self, fleet: Fleet) -> bool:
+        """Whether requests can be sent to nobody: the pool has no endpoints, or they wait until it is up again."""
+        return not fleet.table.count or (self.holds and fleet.unreachable)
+
     # ---- one flow alone ----
 
     def count(self, leases: Iterable[tuple[Lease, float]], fleet: Fleet) -> list[Charge]:
@@ -257,7 +266,7 @@ class FlowControl:
 
     def asks(self, request: Request, fleet: Fleet, now: float) -> bool:
         """Whether `arrived` needs the policy's choice."""
-        if not fleet.table.count or _unhindered(request):
+        if _unhindered(request) or self.deserted(fleet):
             return False
         if len(self.queues):
             return self._passes(*self.queues.of(request, now), 0.0)
@@ -282,7 +291,8 @@ class FlowControl:
         displaced. `slot`: the policy's choice, if `asks`; < 0 = none. `expect`: returns the expected tokens."""
         if request.priority < 0 and self._shedding is not None and self._shedding.sheds(self.gate.level(fleet, now)):
             return Refused(SATURATED, "the pool is nearly saturated, and the request is sheddable", status=429)
-        if fleet.table.count and (_unhindered(request) or self._goes(request, fleet, now, slot, expect)):
+        deserted = self.deserted(fleet)
+        if not deserted and (_unhindered(request) or self._goes(request, fleet, now, slot, expect)):
             return None
         work, known = self.binder.look(request, fleet, now)
         ttl = self._ttl(request, fleet)
@@ -394,13 +404,13 @@ class FlowControl:
         return bound
 
     def _next(self, fleet: Fleet, now: float) -> Bound | None:
-        if not len(self.queues) or not fleet.table.count:
-            if not fleet.table.count:
-                self._deserted = min(self._deserted, now)
-            self.look_again = inf  # an endpoint that joins causes the next pass
+        deserted = self.deserted(fleet)
+        self._deserted = min(self._deserted, now) if deserted else inf
+        if not len(self.queues) or (deserted and not self._tests(fleet, now)):
+            # An endpoint that joins or answers causes the next pass.
+            self.look_again = self._test_at if fleet.table.count else inf
             self.tally.look(False, now)
             return None
-        self._deserted = inf
         self._find_stranded(fleet, now)
         opened = self._look(fleet, now)
         if self._would_be_in_vain(opened, fleet.table.version, now):
@@ -432,6 +442,17 @@ class FlowControl:
         # If ceilings, peers or light requests held a band back, the next pass may succeed although no endpoint opens.
         self._in_vain, self._newest = None if held_back else opened, (self.queues.newest, fleet.table.version)
         return None
+
+    @property
+    def _test_at(self) -> float:
+        return max(self._tested, self._deserted) + TESTED * self._times.no_endpoints
+
+    def _tests(self, fleet: Fleet, now: float) -> bool:
+        """Whether to send a request to an unreachable pool now."""
+        tests = fleet.table.count > 0 and self._test_at <= now
+        if tests:
+            self._tested = now
+        return tests
 
     def _calm(self, band: Band, opened: BoolColumn, table: EndpointTable, now: float) -> BoolColumn:
         """Return the open slots to which heavy requests of the band may go without slowing down light ones."""
@@ -599,7 +620,7 @@ class FlowControl:
         if self._stopped < inf:
             return self.stop(now)
         late = self.queues.expire(now, REFUSALS)
-        if fleet.table.count:
+        if not self.deserted(fleet):
             self._deserted = inf
             late += self._given_up(REFUSALS - len(late), fleet, now)
         elif self._deserted + self._times.no_endpoints <= now:
@@ -610,6 +631,8 @@ class FlowControl:
     def _why_late(self, waiting: Waiting, fleet: Fleet, now: float) -> Refused:
         if not fleet.table.count:
             return Refused(NO_ENDPOINTS, "the request timed out waiting, and the pool has no endpoints")
+        if self.deserted(fleet):
+            return Refused(NO_ENDPOINTS, "the request timed out waiting, and no endpoint answers")
         if not np.count_nonzero(self.binder.able(waiting, fleet, now)):
             return Refused(NO_ENDPOINTS, "the request timed out waiting, and no endpoint can serve it")
         return Refused(EXPIRED, "the request timed out waiting for a free endpoint", status=429)

@@ -782,6 +782,9 @@ class Pipeline:
     def _metrics_failed(self, event: ev.MetricsFailed) -> list[Instruction]:
         now = self._clock.time()
         self.fleet.scrape_failed(event.endpoint_id, now, event.answered)
+        flow = self.flow_controller
+        if flow is not None and flow.flow.only is not None and flow.flow.deserted(self.fleet):
+            self._count(flow.flow)  # so that each request is asked whether it waits
         if now >= self._stalls.due:
             self._stalls.look(now)
         return []

@@ -10,7 +10,7 @@ from fairlead.config.building import build_pipeline
 from fairlead.core import events as ev
 from fairlead.core.binding import LOOKUPS, PairBinder
 from fairlead.core.endpoint import Endpoint, Sample
-from fairlead.core.flow_control import DEADLINE_TIMER, GAP, JUDGED
+from fairlead.core.flow_control import DEADLINE_TIMER, DISPATCH_TIMER, GAP, JUDGED, TESTED
 from fairlead.core.instructions import Hold, Instruction, Reject, Route, SetTimer
 from fairlead.core.request import Request
 from fairlead.testing import SimClock
@@ -131,3 +131,83 @@ def test_in_an_empty_pool_nobody_is_stranded_before_all_are() -> None:
     assert controller is not None and controller.flow.next_deadline() > rig.clock.time()
     refused = [one for one in rig.pass_time(20.0) if isinstance(one, Reject)]
     assert [(one.request_id, one.status) for one in refused] == [(3, 503), (4, 503)]
+
+
+class Outage:
+    """Two endpoints that stop answering, after a request that failed there."""
+
+    def __init__(self, ttl: str, status: int = 503) -> None:
+        flow = f"flowControl: {{ttl: 590s, noEndpointTtl: {ttl}}}"
+        self.clock = SimClock()
+        self.pipeline = build_pipeline(load(flow, need_endpoints=False), self.clock, Random(1))
+        self._ids = 0
+        for endpoint in (A, B):
+            self.feed(ev.EndpointUp(Endpoint(endpoint.id, endpoint.address)))
+            self.answers(endpoint.id)
+        assert self.arrive() == [Route]
+        self.clock.advance(1.0)
+        self.feed(ev.ResponseEnded(request_id=1, status=status))
+        for _ in range(3):
+            self.fails("a", "b")
+
+    def feed(self, event: ev.Event) -> list[Instruction]:
+        found = self.pipeline.handle(event)
+        self.pipeline.validate()
+        return [one for one in found if isinstance(one, Route | Reject | Hold)]
+
+    def arrive(self) -> list[type]:
+        self._ids += 1
+        request = Request(id=self._ids, arrived=self.clock.time(), api="chat", prompt_tokens=10, max_tokens=10)
+        return [type(one) for one in self.feed(ev.RequestArrived(request))]
+
+    def answers(self, name: str) -> list[Instruction]:
+        return self.feed(ev.MetricsSampled(name, self.clock.time(), Sample(waiting=0.0, running=0.0)))
+
+    def fails(self, *names: str) -> list[Instruction]:
+        self.clock.advance(0.5)
+        return [one for name in names for one in self.feed(ev.MetricsFailed(name, "refused"))]
+
+    def fires(self, name: str) -> list[Instruction]:
+        return self.feed(ev.TimerFired(name))
+
+
+def test_requests_wait_for_servers_that_all_refuse() -> None:
+    pool = Outage("1m")
+    assert [pool.arrive() for _ in range(4)] == [[Hold]] * 4
+    assert [one for _ in range(100) for one in pool.fails("a", "b")] == []
+    back = pool.answers("b") + [one for _ in range(3) for one in pool.fires(DISPATCH_TIMER)]
+    assert [(one.request_id, one.endpoint.id) for one in back if isinstance(one, Route)] == [
+        (number, "b") for number in (2, 3, 4, 5)
+    ]
+    assert pool.arrive() == [Route]
+
+
+def test_servers_whose_pages_alone_fail_get_requests() -> None:
+    pool = Outage("1m", status=200)
+    assert pool.arrive() == [Route]
+    pool.feed(ev.ResponseEnded(request_id=2, status=503))
+    pool.fails("a")
+    assert [pool.arrive(), pool.arrive()] == [[Hold]] * 2
+    pool.clock.advance(TESTED * 60.0 + 0.1)
+    (tested,) = pool.fires(DISPATCH_TIMER)
+    assert isinstance(tested, Route) and tested.request_id == 3 and pool.fires(DISPATCH_TIMER) == []
+    pool.clock.advance(0.1)
+    assert len(pool.feed(ev.ResponseEnded(request_id=3, status=200))) == 1, "a good answer ends the wait"
+
+
+def test_servers_that_refuse_for_too_long_refuse_those_that_wait() -> None:
+    pool = Outage("1m")
+    assert [pool.arrive(), pool.arrive()] == [[Hold]] * 2
+    tested = [one for _ in range(118) for one in pool.fails("a")]
+    assert [type(one) for one in tested] == [Route]
+    pool.feed(ev.ResponseEnded(request_id=2, status=503))
+    pool.clock.advance(2.0)
+    (refused,) = pool.fires(DEADLINE_TIMER)
+    assert isinstance(refused, Reject)
+    assert (refused.request_id, refused.status, refused.reason, refused.message) == (
+        3, 503, "rejected-no-endpoints", "the request timed out waiting, and no endpoint answers",
+    )  # fmt: skip
+
+
+def test_without_a_time_for_it_nobody_waits_for_servers_that_refuse() -> None:
+    assert Outage("0s").arrive() == [Route]

@@ -373,7 +373,8 @@ class Watch:
         failing = [name for name in self._silent if self._failures(name) >= TOLD_AFTER]
         out, count = len(failing), self.fleet.table.count
         if out == count:
-            return f"the metrics pages of all {count} endpoints fail; requests go there all the same"
+            all_fail = f"the metrics pages of all {count} endpoints fail"
+            return f"{all_fail}; requests go there all the same, unless flowControl.noEndpointTtl lets them wait"
         why = f"as their metrics pages fail: {named(failing)}"
         texts = [f"{out} of {count} endpoints are out of use, {why}"] if out else []
         if estimated := len(self._silent) - out:

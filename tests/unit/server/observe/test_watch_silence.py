@@ -62,7 +62,12 @@ async def test_a_label_that_is_no_port_is_logged(caplog: pytest.LogCaptureFixtur
         ("a", "", "the metrics of 1 of 3 endpoints cannot be read; their load is estimated"),
         ("", "ab", "2 of 3 endpoints are out of use, as their metrics pages fail: a, b"),
         ("a", "b", "1 of 3 endpoints are out of use, as their metrics pages fail: b; the metrics of 1 of 3 endpoints"),
-        ("", "abc", "the metrics pages of all 3 endpoints fail; requests go there all the same"),
+        (
+            "",
+            "abc",
+            "the metrics pages of all 3 endpoints fail; requests go there all the same, unless "
+            "flowControl.noEndpointTtl lets them wait",
+        ),
     ],
 )
 def test_what_follows_from_failed_scrapes_is_told(
