@@ -22,7 +22,7 @@ from fairlead.core.prefix import DEFAULT_CAPACITY, PrefixIndex
 from fairlead.core.rates import PrefillShare
 from fairlead.core.records import Forecast
 from fairlead.core.request import Request
-from fairlead.core.stalls import OVERDUE_S, Stalls
+from fairlead.core.stalls import Stalls, overdue_s
 from fairlead.core.table import ON_DEMAND, EndpointTable
 from fairlead.core.tokens import MAX_BYTES_PER_TOKEN, MIN_BYTES_PER_TOKEN
 
@@ -563,11 +563,12 @@ class Fleet:
 
     def move(self, lease: Lease, slot: int, now: float, first_token: bool) -> Lease:
         """Move a lease to `slot`, whose endpoint answers the request instead of the chosen one. It counts as a failure
-        of the chosen endpoint, unless that has left the pool, or only takes long although it makes progress. Return the
-        new lease. `first_token`: it comes now."""
+        of the chosen endpoint, unless that has left the pool, or only takes long although it makes progress: before the
+        request is overdue, only a failure has it repeated. Return the new lease. `first_token`: it comes now."""
         if lease.held:
             self.ledger.release(lease)
-            if now - lease.charged_at > OVERDUE_S and not self.table.suspicion[lease.slot]:
+            waited = now - lease.charged_at
+            if waited > overdue_s(lease, lease.request.stream) and not self.table.suspicion[lease.slot]:
                 self.stalls.hedged_in_vain()
             else:
                 self.answered(lease.slot, False, now, blame=self.blame(lease, now))

@@ -109,11 +109,14 @@ def test_a_server_that_fails_for_everybody_is_put_out_beside_prompts_that_fail_e
 def test_a_hedged_request_of_an_endpoint_that_makes_progress_is_no_failure() -> None:
     rig = Rig()
     fleet = rig.pipeline.fleet
-    for waited, failures in ((0.1, 1.0), (9.0, 1.0)):
-        lease = fleet.charge(Request(id=1, arrived=rig.clock.now, prompt_tokens=9), 0, rig.clock.now, 0, 9.0)
+    errors = []
+    for waited, stream in ((0.1, True), (9.0, True), (9.0, False), (11.0, False)):
+        request = Request(id=1, arrived=rig.clock.now, prompt_tokens=9, max_tokens=9, stream=stream)
+        lease = fleet.charge(request, 0, rig.clock.now, 0, 9.0)
         moved = fleet.move(lease, 1, rig.clock.now + waited, first_token=True)
         fleet.ledger.release(moved)
-        assert fleet.table.errors[0] == failures
+        errors.append(float(fleet.table.errors[0]))
+    assert errors == [1.0, 1.0, 2.0, 2.0], "a whole answer is hedged later than the beginning of a stream"
 
 
 def test_what_a_prompt_did_is_forgotten() -> None:
