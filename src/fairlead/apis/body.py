@@ -44,8 +44,10 @@ B = TypeVar("B", bound="Body")
 #: What a proxy that computes prompts elsewhere tells the engine: hosts to connect to, and blocks to read or to keep.
 #: vLLM's first two, and SGLang's.
 TRANSFERS = ("kv_transfer_params", "ec_transfer_params", "bootstrap_host")
-#: Finds them as keys, also with escaped letters, which no encoder writes.
-_TRANSFER = re.compile(rb'(%b)"\s*:|\\u00[4-7]' % "|".join(TRANSFERS).encode())
+#: Find them as keys, also with escaped characters, which no encoder writes. `in` is asked first: four times take 1.5 ms
+#: per MB, where one expression for all takes 50.
+_TRANSFER = {name.encode(): re.compile(rb'%b"\s*:' % name.encode()) for name in TRANSFERS}
+_ESCAPED = re.compile(rb"\\u00(?:5[fF]|6|7[0-9aA])")
 
 
 class TransferError(ClientError):
@@ -60,6 +62,13 @@ class StreamOptions(Struct, gc=False):
     include_usage: Scalar = None
 
 
+class ExtraArguments(Struct, gc=False):
+    """vLLM puts the members of `vllm_xargs` where it looks for the first two of `TRANSFERS`."""
+
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+
+
 class Body(Struct, gc=False):
     """The fields that most APIs share. `Raw` fields are slices of the body, `ABSENT` (compare by identity) if not sent.
 
@@ -72,6 +81,7 @@ class Body(Struct, gc=False):
     kv_transfer_params: None = None
     ec_transfer_params: None = None
     bootstrap_host: None = None
+    vllm_xargs: ExtraArguments | None = None
 
 
 _SURROGATE = rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
@@ -144,8 +154,12 @@ class Reader(Generic[B]):
 def refuse_transfers(raw: bytes | Raw) -> None:
     """Raise a `TransferError` if JSON that is not decoded seems to have one of `TRANSFERS` as a key, at any depth.
     UTF-16 and UTF-32, which Python's `json` reads, are ASCII letters with zeros."""
-    if match := _TRANSFER.search(bytes(raw).replace(b"\0", b"")):
-        raise TransferError(match[1].decode() if match[1] else TRANSFERS[0])
+    text = bytes(raw).translate(None, b"\0")
+    for name, key in _TRANSFER.items():
+        if name in text and key.search(text):
+            raise TransferError(name.decode())
+    if b"\\u00" in text and _ESCAPED.search(text):
+        raise TransferError(TRANSFERS[0])
 
 
 def without_transfers(body: bytes) -> bytes:
@@ -217,11 +231,11 @@ def _load(body: bytes) -> Any:
         raise ClientError("The request body contains a number with too many digits.") from None
 
 
-_WANTED = {"model": "a string", "stream": "a boolean", "stream_options": "an object"}
+_WANTED = {"model": "a string", "stream": "a boolean", "stream_options": "an object", "vllm_xargs": "an object"}
 
 
 def _wrong_type(reason: str) -> ClientError:
-    match = re.search(r"\$\.(\w+)", reason)
+    match = re.search(r"\$\.(?:vllm_xargs\.)?(\w+)", reason)
     name = match.group(1) if match else ""
     if name in TRANSFERS:
         return TransferError(name)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from fairlead.apis.anthropic import parse_count, parse_messages
+from fairlead.apis.body import refuse_transfers
 from fairlead.apis.engine_grpc import parse_grpc
 from fairlead.apis.generate import parse_generate, parse_sglang, parse_sglang_stream
 from fairlead.apis.multipart import parse_audio, parse_images
@@ -85,7 +86,11 @@ def parse_request(path: str, body: bytes, content_type: str = "", *, content_enc
     api = EXACT.get(path) or api_of(path)
     parser = _parser(api, path)
     if parser is None:
-        return UNREAD_PATH if api == OTHER else unread(api, "path")
+        if api != OTHER:
+            return unread(api, "path")
+        if "json" in content_type.lower():  # vLLM has more paths for chats, e.g. `/invocations`
+            refuse_transfers(body)
+        return UNREAD_PATH
     if content_encoding and content_encoding.strip().lower() != "identity":
         return unread(api, "content-encoding", len(body))
     if not body:

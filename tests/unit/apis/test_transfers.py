@@ -1,13 +1,15 @@
 """Bodies that name hosts to the engine."""
 
 import json
+import time
 from typing import Any
 
 import pytest
 
-from fairlead.apis.body import SALVAGE_LIMIT, TransferError, without_transfers
+from fairlead.apis.body import SALVAGE_LIMIT, TransferError, refuse_transfers, without_transfers
 from fairlead.apis.request import parse_request
 from fairlead.core.apis import CHAT
+from fairlead.core.errors import ClientError
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.tokens import TokenEstimator
 from fairlead.gateway.understand import Understanding
@@ -34,6 +36,27 @@ def test_clients_name_no_hosts_to_the_engine(path: str, name: str) -> None:
     assert parse_request(path, json.dumps(BODIES[path] | {name: None}).encode()).unread == ""
 
 
+def test_nor_among_the_arguments_of_extensions() -> None:
+    """vLLM puts these where it looks for the parameters. A text there ends the engine of a server with a connector."""
+    for path in (CHATS, "/v1/completions", "/v1/responses"):
+        for name in ("kv_transfer_params", "ec_transfer_params"):
+            with pytest.raises(TransferError, match=name):
+                parse_request(path, json.dumps(BODIES[path] | {"vllm_xargs": {"a": 1, name: "x"}}).encode())
+        for harmless in (None, {}, {"kv_cache_report_mode": "full", "list": [1, "a"]}):
+            assert parse_request(path, json.dumps(BODIES[path] | {"vllm_xargs": harmless}).encode()).model == "m"
+    with pytest.raises(ClientError, match="'vllm_xargs': expected an object"):
+        parse_request(CHATS, json.dumps(BODIES[CHATS] | {"vllm_xargs": 5}).encode())
+
+
+@pytest.mark.parametrize("path", ["/invocations", "/v1/chat/completions/batch"])
+def test_nor_on_paths_that_are_not_known(path: str) -> None:
+    body = json.dumps(BODIES[CHATS] | {"kv_transfer_params": PARAMS}).encode()
+    with pytest.raises(TransferError):
+        parse_request(path, body, "application/json; charset=utf-8")
+    assert parse_request(path, body, "application/octet-stream").unread == "path"
+    assert parse_request(path, json.dumps(BODIES[CHATS]).encode(), "application/json").unread == "path"
+
+
 def test_nor_in_the_sampling_parameters() -> None:
     for more in ({}, {"n": {}}, {"temperature": float("nan")}):
         sampling = {"extra_args": {"kv_transfer_params": PARAMS}} | more
@@ -51,10 +74,19 @@ def large(**more: Any) -> str:
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-32-be"])
 def test_nor_in_a_body_that_is_left_unread(encoding: str) -> None:
-    assert parse_request(CHATS, large(note='"kv_transfer_params":').encode(encoding)).unread == "too-large"
+    harmless = large(note='"kv_transfer_params": \x7f')  # Python writes \\u007f
+    assert parse_request(CHATS, harmless.encode(encoding)).unread == "too-large"
     for text in (large(kv_transfer_params=PARAMS), large(kv_transfer_params=PARAMS).replace("kv_", "kv\\u005f")):
         with pytest.raises(TransferError):
             parse_request(CHATS, text.encode(encoding))
+
+
+def test_the_search_holds_up_nobody() -> None:
+    """One expression for all names took 50 ms per MB, so a body of 64 MB stopped all decisions for 3 s."""
+    text = b"kept by the kernel: keb " * (4 << 20 >> 4)
+    began = time.thread_time()
+    refuse_transfers(text)
+    assert time.thread_time() - began < 0.01 * len(text) / 1e6
 
 
 def test_a_trusted_proxy_may() -> None:
