@@ -339,7 +339,8 @@ class ModelRenamer:
                 position = lines.end()
             start = position + len(known)
             end = _EVENT_END.search(chunk, start) if known and chunk.startswith(known, position) else None
-            if end is None:
+            # Another line end may end the event before.
+            if end is None or chunk.find(b"\r", start, end.start() - 1) >= 0:
                 break
             documents.replace(start - len(self._name), start)
             position = end.end()

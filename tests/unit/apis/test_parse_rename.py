@@ -32,6 +32,14 @@ def test_stream(ends: bytes) -> None:
     assert one_by_one(ModelRenamer("big/one", True), body(b"tiny")) == body(b"big/one")
 
 
+@pytest.mark.parametrize("ends", [b"\r\n\r\n", b"\r\r", b"\n\r\n"])
+def test_events_of_a_stream_that_mixes_line_ends(ends: bytes) -> None:
+    def body(name: bytes) -> bytes:
+        return b"".join(b"data: " + CHUNK % name + end for end in (b"\n\n", ends, b"\n\n"))
+
+    assert ModelRenamer("big/one", True).feed(body(b"tiny")) == body(b"big/one")
+
+
 @pytest.mark.parametrize(
     ("body", "wanted"),
     [
