@@ -394,6 +394,8 @@ class Fleet:
         `blame`: how much a failure counts.
         """
         table = self.table
+        if not blame:
+            return
         if ok:
             if table.errors[slot]:
                 table.errors[slot] = 0

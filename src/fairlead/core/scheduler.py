@@ -636,8 +636,6 @@ class Pipeline:
         """Count an answer for its endpoint. Who failed in a pair is unknown before the first token, so both may have;
         the next success of each proves that it was the other."""
         blame = 1.0 if ok else self.fleet.blame(lease, now)
-        if not blame:
-            return
         self.fleet.answered(lease.slot, ok, now, blame=blame)
         part = lease.prefill
         if (

@@ -119,6 +119,19 @@ def test_a_hedged_request_of_an_endpoint_that_makes_progress_is_no_failure() -> 
     assert errors == [1.0, 1.0, 2.0, 2.0], "a whole answer is hedged later than the beginning of a stream"
 
 
+def test_a_bad_prompt_that_ran_elsewhere_too_leaves_no_trace() -> None:
+    rig = Rig()
+    rig.ask(SYSTEM + b"a good question", 200, times=3)
+    rig.ask(SYSTEM + b"a bad one", 500, times=2)
+    rig.ask(SYSTEM + b"a good question", 200, times=3)
+    fleet = rig.pipeline.fleet
+    assert not fleet.table.troubled
+    chain = ChainHasher().chain(b"m", SYSTEM + b"a bad one")
+    request = Request(id=99, arrived=rig.clock.now, prompt_tokens=9, prompt_bytes=len(SYSTEM) + 9, prefix=chain)
+    fleet.ledger.release(fleet.move(fleet.charge(request, 0, rig.clock.now, 0, 9.0), 1, rig.clock.now, False))
+    assert not fleet.table.errors.any() and not fleet.table.troubled, "otherwise each choice takes the long way"
+
+
 def test_what_a_prompt_did_is_forgotten() -> None:
     rig = Rig()
     fleet = rig.pipeline.fleet
