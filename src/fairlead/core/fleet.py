@@ -410,6 +410,15 @@ class Fleet:
             # some of those messages learns of it.
             self.avoid(slot, now + EJECT_SECONDS)
 
+    def ended(self, lease: Lease, ok: bool, now: float, *, alone: bool = False) -> None:
+        """Count an answer for its endpoint. Who failed in a pair is unknown before the first token, so both may have,
+        unless it failed `alone`; the next success of each proves that it was the other."""
+        blame = 1.0 if ok else self.blame(lease, now)
+        self.answered(lease.slot, ok, now, blame=blame)
+        part = lease.prefill if ok or (not alone and lease.first_token_at < 0.0) else None
+        if part is not None and self.table.ids[part.slot] == part.endpoint_id:
+            self.answered(part.slot, ok, now, blame=blame)
+
     def blame(self, lease: Lease, now: float) -> float:
         """Note that a request failed. Return how much that tells against its endpoint, 0 to 1.
 
@@ -566,14 +575,15 @@ class Fleet:
     def move(self, lease: Lease, slot: int, now: float, first_token: bool) -> Lease:
         """Move a lease to `slot`, whose endpoint answers the request instead of the chosen one. It counts as a failure
         of the chosen endpoint, unless that has left the pool, or only takes long although it makes progress: before the
-        request is overdue, only a failure has it repeated. Return the new lease. `first_token`: it comes now."""
+        request is overdue, only a failure has it repeated. Return the new lease. `first_token`: it comes now, so the
+        prefill endpoint of a pair is not to blame."""
         if lease.held:
             self.ledger.release(lease)
             waited = now - lease.charged_at
             if waited > overdue_s(lease, lease.request.stream) and not self.table.suspicion[lease.slot]:
                 self.stalls.hedged_in_vain()
             else:
-                self.answered(lease.slot, False, now, blame=self.blame(lease, now))
+                self.ended(lease, False, now, alone=first_token)
         if first_token:
             self.stalls.moved(slot, now)
         moved = self.charge(lease.request, slot, now, 0, 2 * lease.growth_tokens)

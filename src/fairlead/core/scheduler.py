@@ -586,7 +586,7 @@ class Pipeline:
             return [self._cut_short(entry, lease, event, now)]
         done = 200 <= event.status < 300
         if (not done or fleet.table.troubled) and event.status not in GIVEN_UP and not event.unsent:
-            self._answered(lease, 0 < event.status < 500, now)
+            fleet.ended(lease, 0 < event.status < 500, now)
         if event.usage is not None:
             entry.usage = event.usage
             self._learn(entry.request, event.usage)
@@ -629,21 +629,8 @@ class Pipeline:
         elif lease.evicted_at >= 0.0:
             cause = "evicted"
         else:
-            self._answered(lease, False, now)
+            self.fleet.ended(lease, False, now)
         return self._ended(entry, lease, ev.ResponseEnded, event, cause, now)
-
-    def _answered(self, lease: Lease, ok: bool, now: float) -> None:
-        """Count an answer for its endpoint. Who failed in a pair is unknown before the first token, so both may have;
-        the next success of each proves that it was the other."""
-        blame = 1.0 if ok else self.fleet.blame(lease, now)
-        self.fleet.answered(lease.slot, ok, now, blame=blame)
-        part = lease.prefill
-        if (
-            part is not None
-            and (ok or lease.first_token_at < 0.0)
-            and self.fleet.table.ids[part.slot] == part.endpoint_id
-        ):
-            self.fleet.answered(part.slot, ok, now, blame=blame)
 
     def _ended(
         self,

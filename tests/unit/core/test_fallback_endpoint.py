@@ -11,13 +11,14 @@ from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import EndpointDown, EndpointUp, FirstTokenSeen, RequestArrived, RequestMoved, ResponseEnded
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Record, Route
-from fairlead.core.policy import Picked
+from fairlead.core.policy import Context, Picked, Policy
 from fairlead.core.profile import in_order, runner_up
 from fairlead.core.records import Forecast, OutcomeRecord, Trace
 from fairlead.core.request import Request
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.table import EndpointTable
 from fairlead.core.tokens import TokenEstimator
+from fairlead.core.view import FleetView
 from fairlead.plugins.policies.cost_model import CostModel
 
 
@@ -106,10 +107,10 @@ def test_a_route_names_as_many_as_it_is_to() -> None:
 
 
 class Rig:
-    def __init__(self, endpoints: int = 3, alternatives: int = 0) -> None:
+    def __init__(self, endpoints: int = 3, alternatives: int = 0, policy: Policy | None = None) -> None:
         self.clock = SimpleNamespace(now=100.0, time=lambda: self.clock.now)
-        fleet, tokens = Fleet(), TokenEstimator()
-        self.pipeline = Pipeline(self.clock, Random(1), fleet, CostModel(), tokens, alternatives=alternatives)  # type: ignore[arg-type]
+        fleet, tokens, policy = Fleet(), TokenEstimator(), policy or CostModel()
+        self.pipeline = Pipeline(self.clock, Random(1), fleet, policy, tokens, alternatives=alternatives)  # type: ignore[arg-type]
         for number in range(endpoints):
             self.pipeline.handle(EndpointUp(Endpoint(id=f"e{number}", address=f"10.0.0.{number}:80")))
 
@@ -128,6 +129,29 @@ class Rig:
     def held(self) -> dict[str, int]:
         table = self.pipeline.fleet.table
         return {e.address: int(table.inflight[slot]) for slot, e in table.slots() if table.inflight[slot]}
+
+
+class Pairs:
+    """The decoders take turns, with one server for prefill."""
+
+    name = "pairs"
+    asked = -1
+
+    def choose(self, request: Request, fleet: FleetView, context: Context) -> Picked:
+        self.asked += 1
+        return Picked(self.asked % 3, prefill_slot=3, fallback_slot=(self.asked + 1) % 3)
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_the_prefill_server_of_a_pair_is_to_blame_if_both_decoders_fail(status: int) -> None:
+    rig = Rig(4, policy=Pairs())
+    for number in range(1, 4):
+        route = rig.send(number)
+        rig.feed(RequestMoved(number, route.fallback, first_token=status == 200))
+        rig.feed(ResponseEnded(request_id=number, status=status))
+    failures, until = rig.pipeline.fleet.table.errors, rig.pipeline.fleet.table.ejected_until
+    assert (failures[3], until[3] > rig.clock.now) == ((0.0, False) if status == 200 else (3.0, True))
+    assert not (until[:3] > rig.clock.now).any()
 
 
 @pytest.mark.parametrize("stream", [True, False])
