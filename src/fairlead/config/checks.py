@@ -197,8 +197,8 @@ def _check_hosts(settings: Settings, report: Report) -> None:
     ext_proc, admin = settings.ext_proc.host, settings.admin
     hosts = {("extProc", "host"): ext_proc, ("admin", "host"): admin.host, ("admin", "metricsHost"): admin.metrics_host}
     for place, host in hosts.items():
-        if host and not is_host(host.strip("[]")):
-            report.add(place, f"{shorten(host)!r} {NO_HOST}", "no port, scheme or IPv6 zone")
+        if host and not is_host(host):
+            report.add(place, f"{shorten(host)!r} {NO_HOST}", "no port, scheme, brackets or IPv6 zone")
     via = settings.replicas.via
     urls = {("tracing", "endpoint"): settings.tracing.endpoint, ("replicas", "via"): "" if "+sentinel:" in via else via}
     for place, url in urls.items():

@@ -250,6 +250,7 @@ BAD: list[tuple[str, list[tuple[str, int, str, str]]]] = [
     (ONE + "admin: {host: 'a b'}", [("$.admin.host", 2, "neither an IP address nor a host name", "no port")]),
     (ONE + "extProc: {host: '10.0.0.1:9002'}", [("$.extProc.host", 2, "neither an IP address nor", "no port")]),
     (ONE + "gateway: {host: '::1%lo'}", [("$.gateway.host", 2, "or in an IPv6 zone", "'::'")]),
+    (ONE + "admin: {host: '[::1]'}", [("$.admin.host", 2, "neither an IP address nor a host name", "brackets")]),
     (ONE + "gateway: {host: '[::1]'}", [("$.gateway.host", 2, "expected an IP address, got '[::1]'", "")]),
     (ONE + "gateway: {port: 0, envoys: 2}", [("$.gateway.port", 2, "it cannot be 0", "")]),
     (ONE + "gateway: {adminPort: 65535, envoys: 2}", [("$.gateway.adminPort", 2, "have no 2 ports", "")]),
