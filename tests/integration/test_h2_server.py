@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -240,16 +241,36 @@ def test_all_sockets_of_a_name_have_one_port() -> None:
 
 
 async def test_connections_are_limited(serve: Serve) -> None:
+    """Those that only connect make room for others, the oldest first; those with a stream stay."""
     server, target = await serve(H2Limits(max_connections=3))
     port = int(target.rpartition(":")[2])
-    streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
-    heads = []
-    for reader, _ in streams:
-        try:
-            heads.append(await reader.read(9))
-        except ConnectionError:
-            heads.append(b"")
-    assert [bool(head) for head in heads] == [True] * 3 + [False] * 2
-    assert len(server.connections) == 3
-    for _, writer in streams:
+    async with grpc.aio.insecure_channel(target) as channel:
+        call = channel.stream_stream(PATH)()
+        await call.write(b"hello")
+        assert await call.read() == b"hello"
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        for reader, _ in idle[2:]:
+            assert await reader.readexactly(9)
+        for reader, _ in idle[:2]:
+            with suppress(ConnectionError):
+                await asyncio.wait_for(reader.read(), 20)
+        assert len(server.connections) == 3
+        await call.write(b"again")
+        assert await call.read() == b"again"
+        call.cancel()
+    for _, writer in idle:
         writer.close()
+
+
+async def test_connections_are_refused_if_all_others_have_streams(serve: Serve) -> None:
+    server, target = await serve(H2Limits(max_connections=1))
+    async with grpc.aio.insecure_channel(target) as channel:
+        call = channel.stream_stream(PATH)()
+        await call.write(b"hello")
+        assert await call.read() == b"hello"
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(target.rpartition(":")[2]))
+        with suppress(ConnectionError):
+            assert await reader.read() == b""
+        assert len(server.connections) == 1
+        call.cancel()
+    writer.close()

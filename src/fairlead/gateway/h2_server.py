@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 
 from fairlead.core.endpoint import host_port
@@ -60,7 +61,8 @@ class H2Server:
         self._listeners: list[asyncio.Server] = []
         self._handshakes: list[Handshakes] = []
         self._paths: list[str] = []
-        self._connections: set[H2Control] = set()
+        #: Oldest first.
+        self._connections: dict[H2Control, None] = {}
         self._empty = asyncio.Event()
         self._empty.set()
         self._ticker: asyncio.TimerHandle | None = None
@@ -135,17 +137,29 @@ class H2Server:
     # ---- reports of connections ----
 
     def made(self, connection: H2Control) -> bool:
-        self._connections.add(connection)
+        room = len(self._connections) < self.limits.max_connections or self._make_room()
+        self._connections[connection] = None
         self._empty.clear()
         # It may have been accepted while the listeners closed. It is drained after its SETTINGS were sent.
         if self._closing:
             asyncio.get_running_loop().call_soon(connection.abort, "the server closes")
         elif self._draining:
             asyncio.get_running_loop().call_soon(connection.drain)
-        return len(self._connections) <= self.limits.max_connections
+        return room
+
+    def _make_room(self) -> bool:
+        """Close the oldest connection without a stream, first of all one that never had any: clients that only connect
+        keep no gateway out. Return false if there is none."""
+        for most in (0.0, inf):
+            for connection in self._connections:
+                if connection.opened <= most and not (connection.streams or connection.closing):
+                    connection.abort("a new connection needs its place")
+                    del self._connections[connection]
+                    return True
+        return False
 
     def lost(self, connection: H2Control) -> None:
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
         self._streams += connection.opened
         if not self._connections:
             self._empty.set()
