@@ -201,6 +201,8 @@ class Handshakes:
         self._open: dict[asyncio.Transport, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._looking: asyncio.TimerHandle | None = None
+        #: Whether the newest was the last to get its turn.
+        self._newest = False
 
     def accept(self) -> asyncio.Protocol:
         """Return the protocol of a connection that was just accepted, for a server without TLS."""
@@ -258,10 +260,12 @@ class Handshakes:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin the handshakes whose turn it is. If others wait, end those that are aged."""
+        """Begin the handshakes whose turn it is: in turn the newest and the oldest one that waits, so that nobody waits
+        behind all who only hold a place. If others wait, end those that are aged."""
         loop = asyncio.get_running_loop()
         while self._waiting and len(self._open) < MOST_HANDSHAKES:
-            transport = next(iter(self._waiting))
+            self._newest = not self._newest
+            transport = next(reversed(self._waiting) if self._newest else iter(self._waiting))
             handshake = self._waiting.pop(transport)
             if transport.is_closing():
                 continue

@@ -223,6 +223,32 @@ async def test_handshakes_that_never_begin_are_limited(tmp_path: Path) -> None:
     await admin.close()
 
 
+async def test_handshakes_that_never_end_keep_nobody_out(tmp_path: Path) -> None:
+    """Clients that begin a handshake, hold it and come again when they are ended."""
+    await certify(tmp_path)
+    admin = await started(tls=ServerTls.from_directory(tmp_path, protocol="http/1.1"))
+
+    async def hold() -> None:
+        while True:
+            with suppress(ConnectionError):
+                reader, writer = await asyncio.open_connection("127.0.0.1", admin.port)
+                try:
+                    writer.write(b"\x16\x03\x01")
+                    await reader.read()
+                finally:
+                    writer.close()
+
+    async with asyncio.TaskGroup() as group:
+        held = [group.create_task(hold()) for _ in range(6 * tls.MOST_HANDSHAKES)]
+        await asyncio.sleep(2.5)  # behind them all it would take five seconds or more
+        url, patience = f"https://127.0.0.1:{admin.port}/healthz", aiohttp.ClientTimeout(total=4)
+        async with aiohttp.ClientSession(timeout=patience) as session, session.get(url, ssl=False) as response:
+            assert response.status == 200
+        for task in held:
+            task.cancel()
+    await admin.close()
+
+
 async def test_many_honest_clients_at_once_are_all_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a restart, when all gateways connect anew."""
     monkeypatch.setattr(tls, "AGED_S", 60.0)  # this process does both ends of all handshakes, on a busy machine slowly
