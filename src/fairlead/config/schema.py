@@ -230,8 +230,9 @@ class Admin(Section):
     )
     token_file: RelativePath = Field(
         default="",
-        description="File of bearer tokens, one per line. One of them is required for everything but `/healthz` and "
-        "`/readyz`; browsers send it as the password. Read again when the file changes. Empty = no token is required.",
+        description="File of bearer tokens, one per line; `#` begins a comment. One is required for everything but "
+        "`/healthz` and `/readyz`; browsers send it as the password. Read again when the file changes. Empty = none is "
+        "required.",
     )
     tls: Tls | None = Field(default=None, description="Serve TLS.")
 

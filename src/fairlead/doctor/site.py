@@ -27,6 +27,7 @@ from fairlead.pool.endpoints_file import RESOLVE_TIMEOUT_S, preferred, resolve_h
 from fairlead.pool.model_files import load_tokeniser
 from fairlead.pool.scrape import TokenFile, page_address
 from fairlead.pool.served_models import ModelList, read_model_list
+from fairlead.server.http_port import read_tokens
 from fairlead.server.observe.fleet_gauges import EndpointStatus
 
 Need = Literal["endpoints", "admin", "gateway", "any-gateway", "probe", "events", "tokens", "embedded"]
@@ -212,7 +213,7 @@ class Site:
             return ""
         if settings.token_file:
             with contextlib.suppress(OSError):  # then the port says that it asks for one
-                tokens = Path(settings.token_file).read_bytes().split()
+                tokens = read_tokens(Path(settings.token_file))
                 access = f":{quote(tokens[0], safe='')}@" if tokens else ""
         return f"http{'s' * bool(settings.tls)}://{access}{host_port(dialled(settings.host), settings.port)}"
 

@@ -60,6 +60,12 @@ def _is_ours(record: logging.LogRecord) -> bool:
 logging.getLogger("aiohttp.server").addFilter(_is_ours)
 
 
+def read_tokens(file: Path) -> list[bytes]:
+    """The tokens in a file, one per line; other lines are empty or begin with `#`. Raises `OSError`."""
+    lines = map(bytes.strip, file.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines())
+    return [line for line in lines if line and not line.startswith(b"#")]
+
+
 class Tokens:
     """The tokens in a file. The constructor raises `ConfigError` if the file is `required` and cannot be read or holds
     no token."""
@@ -103,7 +109,7 @@ class Tokens:
             identity = status.st_ino, status.st_mtime_ns, status.st_size
             if identity == self._identity:
                 return
-            known = [line.strip() for line in self._file.read_bytes().splitlines() if line.strip()]
+            known = read_tokens(self._file)
         except OSError as error:
             raise ConfigError(f"cannot read {self._file}: {error.strerror}", "$.admin.tokenFile") from None
         self._identity, self._known = identity, known

@@ -127,6 +127,17 @@ async def test_a_token(tmp_path: Path) -> None:
     await admin.close()
 
 
+async def test_comments_in_the_file_are_no_tokens(tmp_path: Path) -> None:
+    """As in the other files of keys; nor does the mark at the start of a file from Windows belong to the first one."""
+    file = tmp_path / "tokens"
+    file.write_bytes(b"\xef\xbb\xbffirst\r\n# prometheus\r\n  #old\r\nsecond\r\n")
+    admin = await started(access=admin_access([], str(file)))
+    given = ("first", "# prometheus", "#old")
+    statuses = [await ask(admin.port, "/metrics", Authorization=f"Bearer {token}") for token in given]
+    assert statuses == [200, 401, 401]
+    await admin.close()
+
+
 @pytest.mark.parametrize(
     ("lines", "status"),
     [
