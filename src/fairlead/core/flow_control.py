@@ -73,9 +73,9 @@ GAP, STRANDED_S = 30.0, 1.0
 #: Models judged in one pass. To give up requests, one call looks at this many more than it may give up. Each look takes
 #: 0.08 ms.
 JUDGED = 8
-#: The share of the time for which requests wait for an unreachable pool after which one is sent, to see whether it is.
-#: Most of that time, because it may fail.
-TESTED = 0.9
+#: Seconds after which one of the requests that wait for an unreachable pool is sent, to see whether it is: its pages
+#: alone may be unreachable. After each further one that fails, this factor of the whole time.
+TEST_S, TEST_GROWTH = 1.0, 4.0
 
 
 class Gate(Protocol):
@@ -445,7 +445,7 @@ class FlowControl:
 
     @property
     def _test_at(self) -> float:
-        return max(self._tested, self._deserted) + TESTED * self._times.no_endpoints
+        return self._deserted + max(TEST_GROWTH * (self._tested - self._deserted), TEST_S)
 
     def _tests(self, fleet: Fleet, now: float) -> bool:
         """Whether to send a request to an unreachable pool now."""
