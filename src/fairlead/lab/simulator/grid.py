@@ -17,10 +17,10 @@ from hashlib import sha256
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from math import exp, log
-from multiprocessing import active_children, get_context, resource_tracker
+from multiprocessing import active_children, get_context, parent_process, resource_tracker
 from pathlib import Path
 from statistics import fmean, stdev
-from threading import current_thread, main_thread
+from threading import Thread, current_thread, main_thread
 from time import process_time
 from typing import Any
 
@@ -217,11 +217,11 @@ def _run_beside(
 
 @contextmanager
 def workers(processes: int, begin: Callable[..., object] | None = None, *given: Any) -> Iterator[ProcessPoolExecutor]:
-    """A pool of processes that are killed immediately if the body ends with an error or is interrupted. Each process
-    first calls `begin(*given)`. Submit work within `deaf_children`. A process that dies and is not handled in the body
-    raises `FairleadError`."""
+    """A pool of processes that are killed immediately if the body ends with an error or is interrupted, and that end if
+    this process is killed. Each process first calls `begin(*given)`. Submit work within `deaf_children`. A process that
+    dies and is not handled in the body raises `FairleadError`."""
     strangers = active_children()
-    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=begin, initargs=given) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=_begin, initargs=(begin, *given)) as pool:
         try:
             yield pool
         except BaseException as error:
@@ -235,6 +235,21 @@ def workers(processes: int, begin: Callable[..., object] | None = None, *given: 
                 least = "a shorter workload (-n)" if processes == 1 else f"fewer than {processes} --processes"
                 raise FairleadError(f"{_DIED}; if memory is short, use {least}") from None
             raise
+
+
+def _begin(begin: Callable[..., object] | None, *given: Any) -> None:
+    """The start of a worker process."""
+    Thread(target=_end_with_parent, daemon=True).start()
+    if begin is not None:
+        begin(*given)
+
+
+def _end_with_parent() -> None:
+    """A process that is killed cannot end its workers: each would simulate on, and then wait for ever."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 @contextmanager
