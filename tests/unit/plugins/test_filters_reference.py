@@ -1,9 +1,10 @@
 """Filters that follow those of the reference picker."""
 
+import numpy as np
 import pytest
 
 from fairlead.core.fleet import Fleet
-from fairlead.core.policy import Filter
+from fairlead.core.policy import PREFIX_SHARE, Filter
 from fairlead.core.profile import Profile
 from fairlead.core.request import Request
 from fairlead.plugins.filters.ability import (
@@ -165,3 +166,18 @@ def test_prefix_affinity_close_to_1_is_met_by_all_whole_blocks() -> None:
         holds(pool, "e1", asked)
         holds(pool, "e2", request("abcdefgh" * (length * 7 // 64)))
         assert kept(plugin, pool, asked) == ["e1"], length
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+def test_prefix_affinity_close_to_1_is_met_by_all_whole_blocks_of_the_engine(block_size: int) -> None:
+    """With KV events, shares are of tokens in the engine's blocks, and an engine computes at least one token."""
+    plugin = PrefixAffinity(PrefixAffinityParams(affinity_threshold=0.99))
+    sample = {"block_size": block_size, "num_blocks": 10_000}
+    pool = fleet("e0", "e1", "e2", samples=dict.fromkeys(("e0", "e1", "e2"), sample))
+    for tokens in range(1000, 9000, 77):
+        blocks = (tokens - 1) // block_size
+        asked = request("abcd" * tokens, prompt_tokens=tokens, blocks=object())
+        at = cycle()
+        at.once(PREFIX_SHARE, lambda: np.array([0.0, blocks, blocks - 1]) * block_size / tokens)  # noqa: B023
+        mask = plugin.keep(asked, pool, at)
+        assert mask is not None and mask[1] and not mask[0], tokens

@@ -119,7 +119,7 @@ class PrefixAffinity(Plain[PrefixAffinityParams]):
         if share is None or (params.exploration_probability and cycle.rng.random() < params.exploration_probability):
             return None
         left = fleet.table.alive if cycle.left is None else cycle.left
-        sticky = (share >= _attainable(request, params.affinity_threshold)) & left
+        sticky = (share >= _attainable(request, fleet, params.affinity_threshold)) & left
         unsticky = left & ~sticky
         if not np.count_nonzero(sticky) or not np.count_nonzero(unsticky):
             return None
@@ -134,13 +134,17 @@ class PrefixAffinity(Plain[PrefixAffinityParams]):
         return sticky
 
 
-def _attainable(request: Request, threshold: float) -> float:
-    """Return the threshold; if no share can reach it, because the last bytes of a prompt are in no block, the highest
-    share that can. Not less than `_SURE`: what a short prompt has in blocks may only be what all prompts begin with."""
-    ends = request.prefix.ends
+def _attainable(request: Request, fleet: FleetView, threshold: float) -> float:
+    """Return the threshold; if no share can reach it, because the end of a prompt is in no block, the highest share
+    that can. Not less than `_SURE`: what a short prompt has in blocks may only be what all prompts begin with."""
+    ends, tokens = request.prefix.ends, request.prompt_tokens
     if threshold <= _SURE or not ends or not request.prompt_bytes:
         return threshold
-    return min(threshold, max(ends[-1] / max(request.prompt_bytes, ends[-1]), _SURE))
+    whole = ends[-1] / max(request.prompt_bytes, ends[-1])
+    if request.blocks is not None and tokens:  # with KV events, shares are of tokens, in the blocks of engines
+        size = max((sample.block_size for sample in fleet.table.samples if sample is not None), default=0) or 1
+        whole = min(whole, (tokens - 1) // size * size / tokens)
+    return min(threshold, max(whole, _SURE))
 
 
 class SloTierParams(Params):
