@@ -210,6 +210,7 @@ Examples:
   fairlead explain 94 --admin http://10.0.0.5:9090
   fairlead explain 3f2a9c01.000000000000005e journal/
   fairlead explain 94 journal/ --policy round-robin
+  fairlead explain 94 journal/ --policy my_policy.py
   fairlead explain 94 journal/ --set interference=0
 """)
 def explain(
@@ -231,8 +232,8 @@ def explain(
 ) -> None:
     """Show why a request went to its endpoint, what the others would have cost, and how good the forecast was.
 
-    Terms are the policy's: milliseconds of the cost model, or weighted scores. They add up to the total. --policy and
-    --set ask another policy with the same numbers; they need a journal.
+    Terms are the policy's: costs (in ms, if it counts in them) or weighted scores. They add up to the total. --policy
+    (here also a .py file) and --set ask another policy with the same numbers; they need a journal.
     """
     from fairlead.core.errors import FairleadError
 
@@ -277,9 +278,11 @@ def _search(path: Path, request: str, run: str, policy: str, settings: list[str]
     from fairlead.core.explain import asked_again
     from fairlead.core.explain import explain as why
     from fairlead.lab.simulator.journal import search
+    from fairlead.lab.simulator.run import config_from, policy_text
     from fairlead.server.observe.decisions import explained, plain
 
-    apply = change(policy, settings)
+    loaded, registry = config_from(policy_text(policy)) if policy else (None, None)
+    apply = change(policy, settings, loaded)
     with busy(f"searching {path}"):
         recorded = search(path, request, run)
     config = restore(recorded.scheduling)
@@ -293,7 +296,9 @@ def _search(path: Path, request: str, run: str, policy: str, settings: list[str]
             raise ValueError("the journal lacks the numbers of this decision, so no other policy can be asked")
         errors: list[PluginError] = []
         try:
-            endpoint, answer = asked_again(build_policy(asked, errors.append), recorded.decision.request, trace)
+            endpoint, answer = asked_again(
+                build_policy(asked, errors.append, registry), recorded.decision.request, trace
+            )
         except ConfigError:
             raise
         except PLUGIN_FAILURES as error:
@@ -301,6 +306,6 @@ def _search(path: Path, request: str, run: str, policy: str, settings: list[str]
         if errors:
             raise errors[0]
         answer.snapshot, answer.held, answer.loading = trace.snapshot, trace.held, trace.loading
-        instead = why(lambda: build_policy(asked), recorded.decision.request, answer, endpoint)
+        instead = why(lambda: build_policy(asked, None, registry), recorded.decision.request, answer, endpoint)
         made["instead"] = {"same": endpoint == recorded.decision.endpoint, **plain(instead)}
     return made

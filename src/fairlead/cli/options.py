@@ -274,18 +274,23 @@ Set = Annotated[
 ]
 
 
-def change(policy: str, settings: Sequence[str] | None) -> "Callable[[Config], Config] | None":
-    """A function that changes a recorded configuration as the options say; `None` = no change. Raises `ConfigError` or
-    `ValueError`."""
+def change(
+    policy: str, settings: Sequence[str] | None, loaded: "Config | None" = None
+) -> "Callable[[Config], Config] | None":
+    """A function that changes a recorded configuration as the options say; `None` = no change. `loaded`: the
+    configuration that `policy` names; `None` = it is read here. Raises `ConfigError` or `ValueError`."""
     from fairlead.compat.load import load
     from fairlead.compat.recorded import changed, with_policy
     from fairlead.lab.simulator.run import policy_text
 
     if not policy and not settings:
         return None
-    if policy.endswith(".py"):
-        raise ValueError(f"{policy}: a Python file can be simulated; here name an installed policy or a configuration")
-    loaded = load(policy_text(policy), need_endpoints=False) if policy else None
+    if policy and loaded is None:
+        if policy.endswith(".py"):
+            raise ValueError(
+                f"{policy}: a Python file can be simulated; here name an installed policy or a configuration"
+            )
+        loaded = load(policy_text(policy), need_endpoints=False)
 
     def apply(config: "Config") -> "Config":
         if loaded is not None:

@@ -88,6 +88,25 @@ def test_costs_that_are_not_milliseconds_are_shown_as_the_policy_gave_them(recor
     assert f" {-chosen['total']:.1f} " in row and "-" not in row.replace(chosen["endpoint"], "")
 
 
+def test_a_policy_in_a_file_is_asked_about_a_recorded_decision(recorded: Any, tmp_path: Path) -> None:
+    record = [one for one in recorded.decisions if isinstance(one, DecisionRecord)][60]
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from fairlead.plugins.policies.ranked import Ranked\n"
+        "class Mine(Ranked):\n"
+        "    type = 'mine'\n"
+        "    def terms(self, request, fleet, cycle):\n"
+        "        return [('running', fleet.table.active), ('waiting', fleet.table.queue)]\n"
+        "    def cost(self, request, fleet, cycle):\n"
+        "        return fleet.table.active + fleet.table.queue\n"
+    )
+    asked = ("explain", record.request.id, recorded.path, "--policy", file)
+    assert "mine on the same numbers" in call(*asked).output
+    instead = json.loads(call(*asked, "--json").output)["instead"]
+    assert (instead["policy"], instead["unit"], instead["reproduced"]) == ("mine", "cost", True)
+    assert {*instead["candidates"][0]["terms"]} == {"running", "waiting"}
+
+
 def test_an_explanation_tells_how_long_another_process_was_asked(
     recorded: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
