@@ -97,10 +97,10 @@ class Run(Struct):
 
     def items(self, faults: Faults | None = None) -> Iterator[Item]:
         """All records except the segments' heads, details as `Detail`. Records of an unknown kind are left out. Raises
-        `JournalError` for a file with several segments."""
+        `JournalError` for a file with several segments, or that was deleted meanwhile."""
         for path, _ in self.segments:
             heads = 0
-            for item in _items(path.read_bytes(), faults):
+            for item in _items(_content(path), faults):
                 if item[0] != SEGMENT:
                     yield item
                     continue
@@ -111,7 +111,7 @@ class Run(Struct):
     def until(self) -> float:
         """When its last record was made, in seconds since 1970."""
         path, head = self.segments[-1]
-        return head.epoch + max((time_s for _, time_s, _ in _items(path.read_bytes())), default=0.0)
+        return head.epoch + max((time_s for _, time_s, _ in _items(_content(path))), default=0.0)
 
     def since(self) -> float:
         """When the first record that the journal still has was made, in seconds since 1970."""
@@ -126,14 +126,20 @@ def runs(path: Path) -> list[Run]:
         next(path.iterdir(), None)  # raises if it cannot be read, which `glob` does not
         files = sorted([*path.glob(f"*{SUFFIX}"), *path.glob(f"{WORKER}*/*{SUFFIX}")], key=lambda file: file.name)
     segments_of: dict[str, dict[int, tuple[Path, Segment]]] = {}
-    copies, headless = dict[str, list[str]](), list[Path]()
+    copies, unusable = dict[str, list[str]](), list[tuple[Path, str]]()
     for file in files:
-        head = _head(file)
+        try:
+            head = _head(file)
+        except FileNotFoundError:
+            if file == path:
+                raise
+            continue  # deleted meanwhile, as a journal's oldest segments are
         if not isinstance(head, Segment):
-            headless += [file] if head else []
+            unusable += [(file, "the first block is damaged, without which the others cannot be read")] if head else []
             continue
         if head.version > VERSION:
-            raise JournalError(f"{file} has version {head.version}; this program knows {VERSION}")
+            unusable.append((file, f"it has version {head.version}; this program knows {VERSION}"))
+            continue
         numbers = segments_of.setdefault(head.run, {})
         known = numbers.get(head.number)
         if known is not None:
@@ -141,11 +147,11 @@ def runs(path: Path) -> list[Run]:
             copies.setdefault(head.run, []).append(f"{shorter} was left out: it is a copy of {longer.name}")
             file = longer
         numbers[head.number] = file, head
-    if not segments_of and headless:
-        raise JournalError(f"{headless[0]}: the first block is damaged, without which the others cannot be read")
+    if not segments_of and unusable:
+        raise JournalError(": ".join(map(str, unusable[0])))
     if not segments_of:
         raise JournalError(f"{path} holds no journal (files *{SUFFIX} that `journal.path` of a configuration writes)")
-    lost = [f"{file} was left out: the first block is damaged" for file in headless]
+    lost = [f"{file} was left out: {why}" for file, why in unusable]
     return [
         Run(run, [numbers[number] for number in sorted(numbers)], notes=[*copies.get(run, ()), *lost])
         for run, numbers in segments_of.items()
@@ -194,6 +200,14 @@ def _beside(last: Run, there: Sequence[Run]) -> list[Run]:
 
 #: Upper bound for a segment's head, which is one block: some hundred KiB for pools with very many endpoints.
 _HEAD_BYTES = 16 << 20
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        why = "the scheduler deletes its oldest segments (journal.maxBytes). Try again"
+        raise JournalError(f"{path} was deleted while the journal was read: {why}") from None
 
 
 def _head(path: Path) -> Segment | bool:
