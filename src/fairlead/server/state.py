@@ -13,7 +13,6 @@ Rules
 """
 
 import asyncio
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -32,7 +31,7 @@ from fairlead.core.scheduler import Pipeline
 from fairlead.core.state import BLOCK_BYTES, VERSION, Head, decode, encode, taken
 from fairlead.pool.aio import cancelled
 from fairlead.pool.watched_files import read_regular
-from fairlead.server.files import lock, write_whole
+from fairlead.server.files import Lock, write_whole
 from fairlead.server.journal.blocks import OVERHEAD, Damage, block, blocks
 from fairlead.server.observe.log import get
 
@@ -152,7 +151,7 @@ class StateFile(Struct, eq=False):
     _restoring: asyncio.Task[None] | None = None
     _writing: asyncio.Task[None] | None = None
     _one_write: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _lock: int = -1
+    _lock: Lock = field(default_factory=Lock)
     counts: StateCounts = field(default_factory=StateCounts)
     #: Why the file cannot be written; empty = it can.
     problem: str = ""
@@ -213,9 +212,7 @@ class StateFile(Struct, eq=False):
         """Write the file a last time, and stop."""
         await cancelled(self._restoring, self._writing)
         await self.write()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.release()
 
     # ---- restoring ----
 
@@ -306,7 +303,5 @@ class StateFile(Struct, eq=False):
         return worked_s
 
     def _store(self, encoded: list[bytes]) -> int:
-        if self._lock < 0:
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = lock(self.path.with_name(self.path.name + ".lock"), _HELD)
+        self._lock.take(self.path, _HELD)
         return write_whole(self.path, (MAGIC, *(block(content, pack=False) for content in encoded)))

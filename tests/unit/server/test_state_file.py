@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from shutil import rmtree
 from typing import Any
 
 import pytest
@@ -347,6 +348,24 @@ async def test_of_two_with_one_file_the_second_waits_for_the_first_to_end(writte
             await asyncio.sleep(0.01)
     assert second.file.problem == ""
     await second.file.close()
+
+
+async def test_a_directory_that_was_removed_is_made_again_and_one_process_writes_there(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "learned.state"
+    first, second = Process(path, "e0"), Process(path, "e0")
+    await first.file.write()
+    rmtree(path.parent)
+    await first.file.write()
+    assert first.file.problem == "" and path.exists()
+    await second.file.write()
+    assert "another scheduler writes there" in second.file.problem
+    rmtree(path.parent)
+    await second.file.write()
+    await first.file.write()
+    assert "another scheduler writes there" in first.file.problem and second.file.problem == ""
+    await second.file.close()
+    await first.file.close()
+    assert first.file.problem == ""
 
 
 async def test_a_start_that_fails_keeps_what_was_known(written: Path) -> None:

@@ -11,14 +11,13 @@ Everything else that decisions see changes only through `Pipeline.handle`.
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from math import inf
 from pathlib import Path
 
 import aiohttp
 import zmq
-from msgspec import Struct
+from msgspec import Struct, field
 
 from fairlead.config.schema import Config
 from fairlead.core.endpoint import Endpoint
@@ -38,7 +37,7 @@ from fairlead.pool.kv_events.feed import Sync
 from fairlead.pool.kv_events.keys import read_keys
 from fairlead.pool.kv_events.subscriber import KvSubscriber, Publisher, Subscription
 from fairlead.pool.watched_files import read_regular
-from fairlead.server.files import lock, write_whole
+from fairlead.server.files import Lock, write_whole
 from fairlead.server.indexer.client import fetch
 from fairlead.server.live.knowledge import Knowledge
 from fairlead.server.observe.exposition import Registry
@@ -47,6 +46,8 @@ from fairlead.server.observe.log import get
 
 #: What a snapshot is made from: the index, slot → endpoint id, and what stops a rank's feed meanwhile.
 What = tuple[KvIndex, Mapping[int, str], Hold]
+
+_HELD = "another scheduler or indexer writes there; give each a file of its own"
 
 
 class Keeper(Struct, eq=False):
@@ -59,8 +60,7 @@ class Keeper(Struct, eq=False):
     _what: Callable[[], What]
     #: Why the last save failed; empty = it succeeded, or none was tried yet.
     problem: str = ""
-    #: Holds the lock beside the file; -1 = not locked.
-    _lock: int = -1
+    _lock: Lock = field(default_factory=Lock)
     _task: asyncio.Task[None] | None = None
 
     async def read(self) -> bytes | None:
@@ -80,17 +80,16 @@ class Keeper(Struct, eq=False):
         """Write a last snapshot, and stop."""
         await cancelled(self._task)
         await self.save()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.release()
 
     async def save(self) -> None:
         """Write the current state. Other work runs after each segment (1,024 blocks)."""
         try:
-            await asyncio.to_thread(self._take_lock)  # first, because making a snapshot takes work and memory
+            # First, because making a snapshot takes work and memory.
+            await asyncio.to_thread(self._lock.take, self._path, _HELD)
             with contextlib.closing(save(*self._what())) as made:
                 pieces = await in_turns(made)
-            await asyncio.to_thread(self._store, pieces)
+            await asyncio.to_thread(write_whole, self._path, pieces)
         except OSError as error:
             reason = f"{self._path}: {error.strerror or error}"
             if not self.problem:
@@ -100,16 +99,6 @@ class Keeper(Struct, eq=False):
             if self.problem:
                 log.info("the snapshot of the KV index is written again", file=str(self._path))
             self.problem = ""
-
-    def _take_lock(self) -> None:
-        if self._lock < 0:
-            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            held = "another scheduler or indexer writes there; give each a file of its own"
-            self._lock = lock(self._path.with_name(self._path.name + ".lock"), held)
-
-    def _store(self, pieces: list[bytes]) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_whole(self._path, pieces)
 
     async def _run(self) -> None:
         while True:
