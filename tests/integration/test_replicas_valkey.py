@@ -437,6 +437,15 @@ async def test_a_snapshot_of_another_type_does_not_end_the_connection(server: Va
         assert not one.replicas.counts.outages
 
 
+async def test_a_name_that_is_too_long_is_no_replica(server: ValkeyServer) -> None:
+    one = Teller("a", server.url)
+    async with running(one), Valkey.from_url(server.url) as client:
+        for name in (b"x" * 257, b"x" * 256):
+            await client.xadd("{fairlead:pool}:told", {module.ORIGIN: name, module.WANTED: b"ab a b"})
+        await until(lambda: one.replicas.peers and one.replicas.counts.snapshots_sent)
+        assert [len(name) for name in one.replicas.peers] == [256]
+
+
 async def test_forged_joins_and_leaves_do_not_fill_the_log(
     server: ValkeyServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,8 +21,8 @@ log = get("replicas")
 
 #: Hexadecimal digits in a replica's name that distinguish its runs.
 RUN_DIGITS = 8
-#: How many other replicas are followed at most.
-MOST_PEERS = 64
+#: How many other replicas are followed at most, and the most letters of their names, which are kept and sent.
+MOST_PEERS, _LONGEST = 64, 256
 #: Seconds between two requests for a replica's snapshot: first, and at most. The pause doubles, because a snapshot does
 #: not help while the facts are about an endpoint that is unknown here.
 ASK_FIRST_S, ASK_CAP_S = 0.5, 30.0
@@ -281,9 +281,10 @@ class Replicas:
         self._feed(PeerLost(name))
 
     def _meet(self, name: str) -> Peer | None:
-        """Return the replica of this name, and add it if it is new; `None` = there are already `MOST_PEERS`."""
+        """Return the replica of this name, and add it if it is new; `None` = there are already `MOST_PEERS`, or no
+        replica has such a name."""
         peer = self.peers.get(name)
-        if peer is None and len(self.peers) < MOST_PEERS:
+        if peer is None and len(self.peers) < MOST_PEERS and len(name) <= _LONGEST:
             now = time.monotonic()
             peer = self.peers[name] = Peer(now, now)
             self._counted(len(self.peers) + 1)
@@ -328,7 +329,7 @@ class Replicas:
         """Handle a request for snapshots from the replica `name`. `wanted`: the names of the replicas that it asks,
         separated by spaces."""
         self._meet(name)
-        if self.origin.encode() in wanted.split():
+        if b" %s " % self.origin.encode() in b" %s " % wanted:  # not `split`: nothing bounds the length
             self._owes_snapshot = True
             self._look_soon()
 
