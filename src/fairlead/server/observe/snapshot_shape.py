@@ -415,7 +415,7 @@ def _outage(endpoints: Sequence[EndpointRow], failures: Failures) -> Iterable[No
         if substitutes := _substitutes(rows, endpoints):
             elsewhere = f" Requests go to the other {substitutes}."
         elif out == all_of:
-            elsewhere = " Requests will fail."
+            elsewhere = " Requests fail or wait."
         else:
             elsewhere = " Requests are not split." if all(row.role in PREFILL_ONLY for row in rows) else ""
         since = max(row.since or 0.0 for row in rows)

@@ -169,7 +169,7 @@ def test_a_model_that_nobody_can_answer_for_is_named(out, said):
 def test_when_all_endpoints_are_out_every_request_fails(scene):
     scene.ends(200)
     scene.refuse("a", "b")
-    assert scene.notices()[0].detail == ": they refuse connections. Requests will fail."
+    assert scene.notices()[0].detail == ": they refuse connections. Requests fail or wait."
     scene.ends(503, 503)
     scene.ends(503, 503, 503)
     (notice,) = scene.notices()
