@@ -1,5 +1,6 @@
 """Prompts that every server answers with an error, as clients repeat them: servers are not to blame."""
 
+from math import inf, log10
 from random import Random
 
 import pytest
@@ -8,8 +9,10 @@ from fairlead.core import events as ev
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.fleet import ERRORS_TO_EJECT, FAILED, FAILED_S, Fleet
 from fairlead.core.instructions import Route
+from fairlead.core.ledger import Lease
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.profile import Profile
+from fairlead.core.reports import SharedFleet
 from fairlead.core.request import NO_PREFIX, Request
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.tokens import TokenEstimator
@@ -163,3 +166,72 @@ def test_a_new_endpoint_has_no_part_in_what_failed_before() -> None:
     rig.ask(SYSTEM, 200, times=3)
     assert rig.ask(SYSTEM + b"bad" * 99, 500) != ["new"]
     assert rig.pipeline.fleet.table.errors.sum() == 1.0
+
+
+class Ends:
+    """Requests that end at chosen endpoints; each prompt is new."""
+
+    def __init__(self) -> None:
+        self.fleet = SharedFleet()
+        for number in range(3):
+            self.fleet.up(Endpoint(f"e{number}", f"10.0.0.{number}:8000"))
+        self.now = 100.0
+        self._sent = 0
+
+    def _lease(self, slot: int, client: str, model: str, cached: int) -> Lease:
+        self.now += 0.01
+        self._sent += 1
+        chain = ChainHasher().chain(b"m", b"%04d" % self._sent * 200)
+        request = Request(self._sent, self.now, model=model, prompt_tokens=9, prefix=chain, fairness_id=client)
+        lease = self.fleet.charge(request, slot, self.now, cached, 9.0)
+        self.fleet.ledger.release(lease)
+        return lease
+
+    def answer(self, slot: int, times: int = 1, client: str = "buggy", model: str = "m", cached: int = 0) -> None:
+        for _ in range(times):
+            self.fleet.completed(self._lease(slot, client, model, cached), self.now, 5)
+
+    def blame(self, slot: int, times: int = 1, client: str = "buggy", model: str = "m", cached: int = 0) -> float:
+        """How much the last failure tells against the endpoint."""
+        for _ in range(times):
+            told = self.fleet.blame(self._lease(slot, client, model, cached), self.now)
+        return told
+
+
+def test_a_failure_counts_less_the_more_requests_like_it_fail_elsewhere() -> None:
+    ends = Ends()
+    ends.answer(1, client="good")
+    ends.blame(1, times=9)
+    assert ends.blame(0) == 1.0, "nothing shows that e1 still answers"
+    ends.answer(1, client="good")
+    one = ends.blame(0)
+    assert one == pytest.approx(-log10(9 / 12))
+    assert {ends.blame(0, client="other"), ends.blame(0, model="n"), ends.blame(0, cached=5)} == {1.0}
+    ends.answer(1, times=100, client="good")
+    ends.answer(0, times=100)
+    assert ends.blame(0) == one, "others' answers, and its own, tell nothing of that"
+    ends.answer(1, times=9)
+    assert ends.blame(0) == pytest.approx(-log10(9 / 21))
+    ends.answer(2, times=500, client="good")
+    assert ends.blame(0) == 1.0, "the answers that are remembered begin after these failures"
+
+
+def test_a_server_that_is_out_fails_for_all_and_shows_nothing_of_them() -> None:
+    ends = Ends()
+    ends.answer(1, client="good")
+    for _ in range(9):
+        ends.fleet.answered(1, False, ends.now, blame=ends.blame(1))
+    ends.answer(1, client="good")
+    assert ends.blame(0) == pytest.approx(-log10(3 / 6))
+
+
+def test_a_small_blame_puts_nobody_out_again_and_is_not_reported() -> None:
+    fleet = Ends().fleet
+    for blame, errors, until in ((0.4, 0.4, -inf), (1.0, 1.4, -inf), (1.0, 2.4, -inf), (1.0, 3.4, 103.0)):
+        fleet.answered(0, False, 100.0, blame=blame)
+        assert (fleet.table.errors[0], fleet.table.ejected_until[0]) == (pytest.approx(errors), until)
+        assert (fleet.reports.batch(100.0) == b"") == (blame < 0.5)
+    fleet.answered(0, False, 102.0, blame=0.4)
+    assert (fleet.table.errors[0], fleet.table.ejected_until[0]) == (pytest.approx(2.4), 103.0)
+    fleet.answered(0, False, 102.0)
+    assert fleet.table.ejected_until[0] == 105.0
