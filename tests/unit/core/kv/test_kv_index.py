@@ -379,6 +379,29 @@ def test_an_orphan_with_many_copies_is_adopted_in_no_time() -> None:
     assert one.cache().counts.copied == 299_999
 
 
+def test_the_copies_of_an_orphan_are_added_to_those_that_came_after_its_parent() -> None:
+    one = Fixture()
+    for _ in range(3):
+        one.store(range(1, 2), parent=100)
+    for event in (BlocksStored([100], 0, tokens(0), BLOCK), BlocksStored([101], 100, tokens(1), BLOCK)):
+        apply(one.index, one.cache(), event, 0.0)
+    while one.index.tend(0.0):
+        pass
+    for left in (2, 2, 2, 1):
+        one.apply(BlocksRemoved([101]))
+        assert one.depths(range(2)) == [left, 0, 0]
+
+
+def test_many_orphans_of_one_parent_are_adopted_in_parts() -> None:
+    one = Fixture()
+    for number in range(1, 251):
+        one.store(range(number, number + 1), parent=100)
+    apply(one.index, one.cache(), BlocksStored([100], 0, tokens(0), BLOCK), 0.0)
+    for left in (150, 50, 0):
+        assert one.index.tend(0.0) == (left > 0) and len(one.index.orphans) == left
+    assert one.cache().blocks == 251
+
+
 def test_orphans_of_large_blocks_are_bounded_by_their_bytes() -> None:
     one = Fixture()
     one.index.orphans.most_bytes = 100_000
