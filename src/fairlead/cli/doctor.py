@@ -38,7 +38,9 @@ def doctor(
         str,
         typer.Option(metavar="URL", help="Admin port of a scheduler.", show_default="as configured, if it answers"),
     ] = "",
-    gateway: Annotated[str, typer.Option(metavar="URL", help="Send requests through this gateway.")] = "",
+    gateway: Annotated[
+        str, typer.Option(metavar="URL", help="Send requests through this gateway, with a key as http://:KEY@HOST.")
+    ] = "",
     gateway_admin: Annotated[
         str, typer.Option(metavar="URL", help="Admin page of its Envoy: check its configuration.")
     ] = "",

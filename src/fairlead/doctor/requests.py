@@ -8,6 +8,7 @@ from msgspec import Struct
 from fairlead.core.endpoint import Endpoint
 from fairlead.doctor.http import Answer
 from fairlead.doctor.site import Site, tried
+from fairlead.pool.served_models import read_model_list
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 #: Token ids of the made-up prompt: within every vocabulary in use, above the control tokens.
@@ -17,11 +18,24 @@ _WORDS = ("the", "and", "for", "are", "but", "not", "you", "all", "any", "can", 
 
 
 async def gateway_request(site: Site) -> tuple[str, bytes]:
-    """Path and body of a request that clients of this pool could send."""
+    """Path and body of a request that clients of this gateway could send. Those of a pool with defined names may only
+    use these, so the gateway's list of models counts first."""
+    offered = await site.once("offered", lambda: _offered(site))
     model = ""
     for endpoint in site.endpoints:
         model = model or await site.model(endpoint)
+    if offered and model not in offered:
+        model = offered[0]
     return CHAT, chat(model, 4)
+
+
+async def _offered(site: Site) -> list[str]:
+    """The models that the gateway lists; empty = it has no list."""
+    answer = await tried(site.client.get(f"{site.gateway}/v1/models", site.gateway_headers))
+    try:
+        return list(read_model_list(answer.body).entries) if isinstance(answer, Answer) else []
+    except ValueError:
+        return []
 
 
 def chat(model: str, words: int) -> bytes:
@@ -110,4 +124,4 @@ async def filling(site: Site, endpoint: Endpoint, size: int = 0) -> Filling:
 
 def shown(answer: Answer) -> str:
     """A short text that describes an error response."""
-    return f"{answer.status} {answer.body[:160].decode('utf-8', 'replace')}"
+    return f"{answer.status} {answer.body[:160].decode('utf-8', 'replace').strip()}"

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
 from msgspec import Struct, structs
@@ -90,6 +90,18 @@ async def tried(asked: Awaitable[Answer]) -> Answer | Unreached:
         return error
 
 
+def _key_apart(url: str) -> tuple[str, dict[str, str]]:
+    """The URL of a gateway without the key in it, and the headers that send the key."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return url, {}  # the check `asking` reports that
+    if not parts.password:
+        return url, {}
+    without = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    return without, {"Authorization": f"Bearer {unquote(parts.password)}"}
+
+
 class CannotExamine(FairleadError):
     """There is nothing to examine; the message says what to do."""
 
@@ -107,10 +119,11 @@ class Site:
         probe: bool = False,
     ) -> None:
         """`admin`: URL of a running scheduler's admin port; empty = as configured, and the scheduler need not run.
-        `gateway`: URL for clients; empty = not to be examined. `gateway_admin`: URL of Envoy's admin page; empty = as
+        `gateway`: URL for clients, with a key if it asks for one (`http://:KEY@HOST`); empty = not to be examined.
+        `gateway_admin`: URL of Envoy's admin page; empty = as
         configured for the embedded gateway."""
         self.config = config
-        self.gateway = gateway.rstrip("/")
+        self.gateway, self.gateway_headers = _key_apart(gateway.rstrip("/"))
         own = config.gateway.admin_port if config.gateway.mode == "embedded" else 0
         self._gateway_admin_given = bool(gateway_admin)
         self.upstream_token = TokenFile(config.gateway.upstream_token_file)

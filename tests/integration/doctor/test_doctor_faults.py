@@ -8,6 +8,7 @@ import ssl
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from aiohttp import web
@@ -474,3 +475,29 @@ async def test_an_engine_without_prefix_caching_is_named(world: Any, cached: boo
     found = (await world.examined(config, ("metrics",))).findings
     evidence = [one.evidence for one in found if one.code == "metrics.no-prefix-cache"]
     assert evidence == ([] if cached else ['vllm:cache_config_info has enable_prefix_caching="False"'])
+
+
+@pytest.mark.parametrize("key", ["", "wrong", "a key"])
+async def test_a_gateway_gets_a_key_and_a_name_that_clients_use(world: Any, pool_of: Listed, key: str) -> None:
+    """It asks for keys, and only the name that it lists may be used. Without the key nothing of it can be checked."""
+
+    def allowed(request: web.Request) -> bool:
+        return request.headers.get("Authorization") == "Bearer a key"
+
+    async def listed(request: web.Request) -> web.Response:
+        names = {"object": "list", "data": [{"id": "chat", "object": "model"}]}
+        return web.json_response(names) if allowed(request) else web.Response(status=401)
+
+    async def chat(request: web.Request) -> web.Response:
+        named = (await request.json())["model"] == "chat"
+        return web.json_response({}, status=(200 if named else 404) if allowed(request) else 401)
+
+    address = await world.server(web.get("/v1/models", listed), web.post("/v1/chat/completions", chat))
+    config = {"endpoints": pool_of(await world.stubs(1))}
+    url = f"http://{f':{quote(key)}@' * bool(key)}{address}"
+    found = await world.examined(config, gateway=url, only=("asking", "headers"))
+    given = key == "a key"
+    assert codes(found) == (set() if given else {"asking.not-allowed"})
+    assert {one.check: one.state for one in found.outcomes} == (
+        {"asking": "well", "headers": "well"} if given else {"asking": "found", "headers": "skipped"}
+    )

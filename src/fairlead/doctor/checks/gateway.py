@@ -63,10 +63,11 @@ BYPASSED = Kind(
     "fails", "docs/runbook.md#fairleadbypassed",
 )  # fmt: skip
 NOT_ALLOWED = Kind(
-    "asking.not-allowed", Severity.NOTE, "the gateway requires credentials",
-    "nothing; whether it asks the scheduler could not be checked", "docs/gateway.md#keys-and-tokens",
+    "asking.not-allowed", Severity.NOTE, "the gateway requires credentials, so whether it asks the scheduler was not "
+    "checked", "give a key or a token: --gateway http://:KEY@HOST:PORT", "docs/gateway.md#keys-and-tokens",
 )  # fmt: skip
 _SETTLED = 0.5
+_REFUSED = (401, 403)
 
 
 @check(
@@ -74,21 +75,22 @@ _SETTLED = 0.5
 )
 async def asking(site: Site) -> list[Finding]:
     path, body = await gateway_request(site)
-    headers = {"x-request-id": f"fairlead-doctor-{secrets.token_hex(6)}"}  # finds it in logs and decisions
+    name = f"fairlead-doctor-{secrets.token_hex(6)}"  # finds it in logs and decisions
+    headers = {**site.gateway_headers, "x-request-id": name}
     answer = await tried(site.client.post(site.gateway + path, body, headers, seconds=10.0))
     if isinstance(answer, Unreached):
         return [UNANSWERED.at("gateway", f"{site.gateway}: {answer}")]
-    if answer.status in (401, 403):
+    if answer.status in _REFUSED:
         return [NOT_ALLOWED.at("gateway", shown(answer))]
     if answer.status != 200:
         return [FAILED.at("gateway", shown(answer))]
     if not site.has("admin") or not site.config.admin.debug:
         return []
     await asyncio.sleep(_SETTLED)
-    pages = await site.each_worker(f"/debug/decisions/{headers['x-request-id']}")
+    pages = await site.each_worker(f"/debug/decisions/{name}")
     unknown = all(isinstance(page, Answer) and page.status == 404 for page in pages)
     if unknown and not site.elsewhere:
-        evidence = f"the scheduler has no decision for the request {headers['x-request-id']}, which was answered"
+        evidence = f"the scheduler has no decision for the request {name}, which was answered"
         return [BYPASSED.at("gateway", evidence)]
     return []
 
@@ -161,10 +163,13 @@ async def _tried(site: Site) -> list[Finding]:
         return []  # the check `asking` reports a gateway that does not answer
     path, body = await gateway_request(site)
     async with _listening(host) as (address, caught):
-        answer = await tried(site.client.post(site.gateway + path, body, dict.fromkeys(_NAMING, address)))
+        headers = {**site.gateway_headers, **dict.fromkeys(_NAMING, address)}
+        answer = await tried(site.client.post(site.gateway + path, body, headers))
         said = f"the gateway answered {answer.status}" if isinstance(answer, Answer) else str(answer)
         await asyncio.sleep(_PATIENCE)
         if not caught:
+            if isinstance(answer, Answer) and answer.status in _REFUSED and not site.gateway_admin:
+                raise Skipped(f"the gateway requires credentials ({answer.status}): --gateway http://:KEY@HOST:PORT")
             return []
         evidence = f"a request with {_NAMING[0]}: {address} arrived there ({caught[0]}); {said}"
         return [OBEYED.at("gateway", evidence)]
