@@ -463,6 +463,21 @@ async def test_more_models_than_have_metrics_are_named(
     assert "limits.models" in codes(await world.examined(pool | alias, only=("limits",)))
 
 
+@pytest.mark.parametrize(("gateway", "warned"), [({}, True), ({"failOpen": True}, False), ({"failOpen": False}, False)])
+async def test_names_that_get_404_without_the_scheduler_are_named(
+    world: Any, pool_of: Listed, gateway: Json, warned: bool
+) -> None:
+    """The gateway fails open, and a server does not know a name that clients use. `failOpen: true` confirms."""
+    addresses = [*await world.stubs(1, aliases=("chat",)), *await world.stubs(1)]
+    models = [{"name": "chat", "targets": {"tiny": 1}}, {"name": "tiny"}]
+    config: Json = {"endpoints": pool_of(addresses), "models": models}
+    found = await world.examined({**config, "gateway": gateway}, only=("models",))
+    assert codes(found) == ({"models.without-scheduler"} if warned else set())
+    if warned:
+        assert places(found, "models.without-scheduler") == ("chat",)
+        assert found.findings[0].evidence == "/v1/models does not list chat at default/e1"
+
+
 @pytest.mark.parametrize("cached", [True, False])
 async def test_an_engine_without_prefix_caching_is_named(world: Any, cached: bool) -> None:
     async def metrics(request: web.Request) -> web.Response:

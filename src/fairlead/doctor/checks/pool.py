@@ -128,6 +128,13 @@ UNDEFINED = Kind(
 )  # fmt: skip
 
 
+UNKNOWN_NAMES = Kind(
+    "models.without-scheduler", Severity.WARNING, "while no scheduler answers, requests for a defined name get 404: "
+    "servers do not know it", "start all servers with the name too (vLLM: --served-model-name base name), or decide: "
+    "gateway.failOpen: false answers 503, true confirms", "docs/models.md#without-the-scheduler",
+)  # fmt: skip
+
+
 UNKNOWN_ADAPTERS = Kind(
     "models.unknown-adapters", Severity.WARNING, "the scheduler does not know some adapters of a server",
     f"label its endpoint {ADAPTERS_LABEL}: name,name, or set metrics.modelsInterval above 0. A metrics page shows an "
@@ -231,12 +238,26 @@ async def _undefined(site: Site, catalogue: Catalogue) -> list[Finding]:
     return await site.each(hidden)
 
 
+async def _without_scheduler(site: Site, catalogue: Catalogue) -> list[Finding]:
+    gateway = site.config.gateway
+    if gateway.mode != "embedded" or "fail_open" in gateway.model_fields_set:
+        return []
+    served = {endpoint.id: await site.served(endpoint) for endpoint in site.endpoints}
+    findings = []
+    for name in (model.name for model in catalogue.offered({})):
+        strangers = [endpoint for endpoint, known in served.items() if known and name not in known]
+        if strangers:
+            findings.append(UNKNOWN_NAMES.at(name, f"/v1/models does not list {name} at {', '.join(strangers[:3])}"))
+    return findings
+
+
 @check("models", "endpoints serve the models that labels and definitions say", needs=("endpoints",))
 async def models(site: Site) -> list[Finding]:
     labels = await site.each(lambda endpoint: _label(site, endpoint))
     defined, _ = check_models(site.config.models)  # `fairlead validate` reports the problems
     catalogue = Catalogue(defined, rules_of(site.config.models))
     names = [*await _unserved(site, catalogue), *await _undefined(site, catalogue)]
+    names += await _without_scheduler(site, catalogue)
     return [*labels, *await _mixed(site), *await _contexts(site), *names, *await _adapters(site)]
 
 
