@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -20,7 +21,7 @@ from fairlead.config.schema import Config
 from fairlead.core.endpoint import Endpoint, Sample, host_port
 from fairlead.core.errors import FairleadError
 from fairlead.core.text import masked
-from fairlead.doctor.http import Answer, Client, Unreached, speaks_tls
+from fairlead.doctor.http import TIMEOUT, Answer, Client, Unreached, speaks_tls, trusting_only
 from fairlead.gateway.ports import dialled
 from fairlead.pool.aio import cancelled
 from fairlead.pool.endpoints_file import RESOLVE_TIMEOUT_S, preferred, resolve_host
@@ -137,6 +138,8 @@ class Site:
         self.client = Client(config.metrics)
         self._wanted = admin.rstrip("/")
         self._admin = self._refusal = ""
+        #: What is trusted at the admin port; `None` = as at metrics pages.
+        self._admin_tls: ssl.SSLContext | None = None
         #: With `serve --workers`: the URLs of the workers' admin ports, in their order; otherwise empty. `elsewhere`:
         #: whether there are further schedulers of this pool.
         self.workers: list[str] = []
@@ -203,8 +206,12 @@ class Site:
         url = self._wanted or self._configured_admin()
         if not url:
             return
+        if not self._wanted and self.config.admin.tls:
+            with contextlib.suppress(OSError):  # the check `tls` reports that
+                certificate = Path(self.config.admin.tls.cert_dir, "tls.crt")
+                self._admin_tls = await asyncio.to_thread(trusting_only, certificate)
         try:
-            answer = await self.client.get(url + "/", seconds=2.0)
+            answer = await self._admin_page(url + "/", seconds=2.0)
             answers = answer.status == 200 and answer.body.startswith(b"fairlead")
             reason = "something else answers there"
             if answer.status == 401:
@@ -212,6 +219,8 @@ class Site:
                 self._refusal = "the admin port asks for a token: say where it is with --admin http://:TOKEN@HOST:PORT"
         except Unreached as error:
             answers, reason = False, str(error)
+            if error.trouble == "untrusted":
+                self._refusal = f"the certificate of the admin port is not accepted: {error}"
         if answers:
             self._admin = url
         elif self._wanted:
@@ -265,11 +274,14 @@ class Site:
     async def each_worker(self, path: str) -> list[Answer | Unreached]:
         """A page from each worker's admin port, in the order of workers, or why there is none."""
         urls = self.workers or [self._admin]
-        return list(await asyncio.gather(*(tried(self.client.get(url + path)) for url in urls)))
+        return list(await asyncio.gather(*(tried(self._admin_page(url + path)) for url in urls)))
 
     async def admin(self, path: str) -> Answer:
         """A page of the admin port. Raises `Unreached`."""
-        return await self.once(("admin", path), lambda: self.client.get(self._admin + path))
+        return await self.once(("admin", path), lambda: self._admin_page(self._admin + path))
+
+    async def _admin_page(self, url: str, seconds: float = TIMEOUT) -> Answer:
+        return await self.client.get(url, seconds=seconds, tls=self._admin_tls)
 
     async def admin_json(self, path: str) -> Any:
         """A JSON page of the admin port; `None` = there is none."""
@@ -298,7 +310,7 @@ class Site:
 
     async def metrics_now(self) -> Answer | Unreached:
         """The scheduler's metrics page, fetched again."""
-        return await tried(self.client.get(self._admin + "/metrics"))
+        return await tried(self._admin_page(self._admin + "/metrics"))
 
     # ---------------------------------------------------------------- endpoints
 

@@ -13,6 +13,7 @@ from urllib.parse import quote
 import pytest
 from aiohttp import web
 from certificates_made import make_pair
+from ports import free_ports
 from tcp import TcpServer
 
 from fairlead.core.endpoint import ROLE_LABEL
@@ -331,6 +332,21 @@ async def test_a_certificate_of_our_own_that_has_expired_is_named(
 ) -> None:
     config: Json = {"endpoints": pool_of(await world.stubs(1)), port: {"tls": {"certDir": str(expired)}}}
     assert codes(await world.examined(config)) == {"tls.expiry"}
+
+
+@pytest.mark.parametrize(("ends", "skipped"), [("20990101000000Z", False), ("20210101000000Z", True)])
+async def test_an_admin_port_with_a_certificate_of_its_own_is_examined(
+    world: Any, pool_of: Listed, tmp_path: Path, ends: str, skipped: bool
+) -> None:
+    """Nobody has signed the certificate, and it names no host. Only one that is not valid is not accepted."""
+    make_pair(tmp_path, "20200101000000Z", ends)
+    (tmp_path / "tokens").write_text("# for the doctor\nsecret\n")
+    admin = {"port": free_ports(1)[0], "tls": {"certDir": str(tmp_path)}, "tokenFile": str(tmp_path / "tokens")}
+    config = {"endpoints": pool_of(await world.stubs(1)), "admin": admin}
+    await world.serve(config)
+    scheduler = (await world.examined(config, only=("scheduler",))).outcomes[0]
+    assert (scheduler.state == "skipped") == skipped
+    assert ("certificate of the admin port is not accepted" in scheduler.detail) == skipped
 
 
 async def test_limits_that_do_not_fit_are_named(world: Any, pool_of: Listed) -> None:
