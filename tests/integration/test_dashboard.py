@@ -220,6 +220,25 @@ async def test_who_takes_nothing_is_dropped_and_others_do_not_wait(serve: Serve)
         slow.close()
 
 
+async def test_who_reads_slowly_gets_nothing_old(serve: Serve) -> None:
+    served = await serve()
+    served.source.size = 40_000
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.connect(("127.0.0.1", served.port))
+    slow.sendall(b"GET /dashboard/stream HTTP/1.1\r\nHost: x\r\n\r\n")
+    await until(lambda: served.source.taken >= 100)  # 4 MB
+    reader, writer = await asyncio.open_connection(sock=slow)
+    try:
+        read, oldest = b"", served.source.taken
+        while max([0, *map(int, re.findall(rb'"n":(\d+)', read))]) < oldest:
+            read += await asyncio.wait_for(reader.read(4096), 20.0)
+            assert len(read) < 500_000, "old snapshots were kept for it"
+        assert not served.dashboard.dropped
+    finally:
+        writer.close()
+
+
 async def test_a_snapshot_that_fails_is_told_and_the_stream_goes_on(serve: Serve) -> None:
     served = await serve()
     async with aiohttp.ClientSession() as session, session.get(f"{served.url}/dashboard/stream") as response:

@@ -3,8 +3,8 @@
 Rules
 * Each tick, one snapshot is made for all viewers and encoded once. Without viewers there is no tick. If snapshots take
   long to make, there are fewer.
-* A viewer that reads slowly misses snapshots, but never gets old ones. A viewer that reads nothing for `PATIENCE`
-  seconds is disconnected.
+* A viewer that reads slowly misses snapshots, but never gets old ones: little is buffered for it. A viewer that reads
+  nothing for `PATIENCE` seconds is disconnected.
 * There are at most `viewers` viewers at a time; further ones get 503 and the reason.
 * The page loads nothing from other hosts and runs no inline script: its content security policy allows only its own
   files. The dashboard only reads; it cannot change anything.
@@ -12,6 +12,7 @@ Rules
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections.abc import Callable
 from hashlib import blake2s
@@ -27,8 +28,10 @@ from fairlead.server.journal.records import writable
 from fairlead.server.observe.snapshot import SnapshotMaker
 
 VIEWERS = 16
-#: Seconds that one write to a viewer may take.
-PATIENCE = 5.0
+#: Seconds that one write to a viewer may take, and the most bytes in one: the first frame alone may be 200 kB.
+PATIENCE, _PIECE = 10.0, 65_536
+#: Bytes that the kernel may hold for a viewer. By default it holds megabytes, which on a slow link are minutes.
+_BUFFER = 65_536
 #: Making snapshots may take this share of the process's time. Two are at most `SLOWEST` seconds apart: viewers see each
 #: second.
 SHARE, SLOWEST = 0.003, 0.8
@@ -183,6 +186,8 @@ class Dashboard:
         try:
             response = web.StreamResponse(headers=_STREAM_HEADERS)
             await response.prepare(request)
+            if request.transport is not None:
+                request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
             start = b"retry: 1000\nid: %b\n" % self._tag.encode()
             await self._write(response, start + frame("beginning", self._sources.beginning()))
             viewer.offer(frame("now", self._sources.take()))
@@ -206,8 +211,9 @@ class Dashboard:
         return response
 
     async def _write(self, response: web.StreamResponse, data: bytes) -> None:
-        async with asyncio.timeout(self._patience):
-            await response.write(data)
+        for start in range(0, len(data), _PIECE):
+            async with asyncio.timeout(self._patience):
+                await response.write(data[start : start + _PIECE])
 
     def _leave(self, viewer: _Viewer) -> None:
         self._viewers.discard(viewer)
