@@ -137,7 +137,7 @@ class H2Server:
     # ---- reports of connections ----
 
     def made(self, connection: H2Control) -> bool:
-        room = len(self._connections) < self.limits.max_connections or self._make_room()
+        accepted = len(self._connections) < self.limits.max_connections or self._make_room()
         self._connections[connection] = None
         self._empty.clear()
         # It may have been accepted while the listeners closed. It is drained after its SETTINGS were sent.
@@ -145,7 +145,7 @@ class H2Server:
             asyncio.get_running_loop().call_soon(connection.abort, "the server closes")
         elif self._draining:
             asyncio.get_running_loop().call_soon(connection.drain)
-        return room
+        return accepted
 
     def _make_room(self) -> bool:
         """Close the oldest connection without a stream, first of all one that never had any: clients that only connect

@@ -140,11 +140,11 @@ def _attainable(request: Request, fleet: FleetView, threshold: float) -> float:
     ends, tokens = request.prefix.ends, request.prompt_tokens
     if threshold <= _SURE or not ends or not request.prompt_bytes:
         return threshold
-    whole = ends[-1] / max(request.prompt_bytes, ends[-1])
+    highest = ends[-1] / max(request.prompt_bytes, ends[-1])
     if request.blocks is not None and tokens:  # with KV events, shares are of tokens, in the blocks of engines
         size = max((sample.block_size for sample in fleet.table.samples if sample is not None), default=0) or 1
-        whole = min(whole, (tokens - 1) // size * size / tokens)
-    return min(threshold, max(whole, _SURE))
+        highest = min(highest, (tokens - 1) // size * size / tokens)
+    return min(threshold, max(highest, _SURE))
 
 
 class SloTierParams(Params):
