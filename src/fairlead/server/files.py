@@ -84,27 +84,3 @@ def lock(path: Path, held: str) -> int:
         os.close(descriptor)
         raise Held(held) if isinstance(error, BlockingIOError) else error from None
     return descriptor
-
-
-class Lock:
-    """The lock beside a file that only one process writes: the one that has taken it, until it releases it or ends."""
-
-    def __init__(self) -> None:
-        self._descriptor = -1
-
-    def take(self, path: Path, held: str) -> None:
-        """Take the lock of the file `path`, and make its directory. The process that has it may call this again, in
-        case somebody removed the directory: its lock would not keep others out of the next one. Raises as `lock`."""
-        beside = path.with_name(path.name + ".lock")
-        if self._descriptor >= 0:
-            with suppress(OSError):
-                if os.path.samestat(os.fstat(self._descriptor), beside.stat()):
-                    return
-            self.release()
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._descriptor = lock(beside, held)
-
-    def release(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1

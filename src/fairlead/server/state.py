@@ -16,6 +16,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import chain
 from math import inf
 from pathlib import Path
 
@@ -31,9 +32,9 @@ from fairlead.core.scheduler import Pipeline
 from fairlead.core.state import BLOCK_BYTES, VERSION, Head, decode, encode, taken
 from fairlead.pool.aio import cancelled
 from fairlead.pool.watched_files import read_regular
-from fairlead.server.files import Lock, write_whole
 from fairlead.server.journal.blocks import OVERHEAD, Damage, block, blocks
 from fairlead.server.observe.log import get
+from fairlead.server.own_file import HANGS_S, LAST_S, OwnFile
 
 log = get("state")
 
@@ -151,7 +152,7 @@ class StateFile(Struct, eq=False):
     _restoring: asyncio.Task[None] | None = None
     _writing: asyncio.Task[None] | None = None
     _one_write: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _lock: Lock = field(default_factory=Lock)
+    _own: OwnFile = field(default_factory=OwnFile)
     counts: StateCounts = field(default_factory=StateCounts)
     #: Why the file cannot be written; empty = it can.
     problem: str = ""
@@ -211,8 +212,8 @@ class StateFile(Struct, eq=False):
     async def close(self) -> None:
         """Write the file a last time, and stop."""
         await cancelled(self._restoring, self._writing)
-        await self.write()
-        self._lock.release()
+        await self.write(LAST_S)
+        self._own.release()
 
     # ---- restoring ----
 
@@ -270,11 +271,11 @@ class StateFile(Struct, eq=False):
             for part in parts:
                 yield replace(part, age_s=age_s) if isinstance(part, EndpointLearned) else part
 
-    async def write(self) -> float:
-        """Write the file. Returns how many seconds this kept the event loop busy. Never raises."""
+    async def write(self, within_s: float = HANGS_S) -> float:
+        """Write the file, within so many seconds. Returns how many this kept the event loop busy. Never raises."""
         try:
             async with self._one_write:
-                return await self._write_parts(self._parts())
+                return await self._write_parts(self._parts(), within_s)
         except OSError as error:
             problem = error.strerror or str(error)
         except Exception as error:
@@ -284,7 +285,7 @@ class StateFile(Struct, eq=False):
         self.problem = f"{self.path} cannot be written, and a restart forgets: {problem}"
         return 0.0
 
-    async def _write_parts(self, parts: Iterator[Head | Part]) -> float:
+    async def _write_parts(self, parts: Iterator[Head | Part], within_s: float) -> float:
         encoded, size, worked_s = list[bytes](), len(MAGIC), 0.0
         while True:
             started = time.perf_counter()
@@ -297,11 +298,8 @@ class StateFile(Struct, eq=False):
                 encoded.append(content)
             worked_s += time.perf_counter() - started
             await asyncio.sleep(0)
-        self.counts.bytes = await asyncio.to_thread(self._store, encoded)
+        pieces = chain((MAGIC,), (block(content, pack=False) for content in encoded))
+        self.counts.bytes = await self._own.write(self.path, _HELD, pieces, within_s)
         self.counts.written += 1
         self.problem = ""
         return worked_s
-
-    def _store(self, encoded: list[bytes]) -> int:
-        self._lock.take(self.path, _HELD)
-        return write_whole(self.path, (MAGIC, *(block(content, pack=False) for content in encoded)))

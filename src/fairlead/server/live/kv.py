@@ -37,12 +37,12 @@ from fairlead.pool.kv_events.feed import Sync
 from fairlead.pool.kv_events.keys import read_keys
 from fairlead.pool.kv_events.subscriber import KvSubscriber, Publisher, Subscription
 from fairlead.pool.watched_files import read_regular
-from fairlead.server.files import Lock, write_whole
 from fairlead.server.indexer.client import fetch
 from fairlead.server.live.knowledge import Knowledge
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.kv_metrics import KvFeedStatus, KvMetrics
 from fairlead.server.observe.log import get
+from fairlead.server.own_file import HANGS_S, LAST_S, OwnFile
 
 #: What a snapshot is made from: the index, slot → endpoint id, and what stops a rank's feed meanwhile.
 What = tuple[KvIndex, Mapping[int, str], Hold]
@@ -60,7 +60,7 @@ class Keeper(Struct, eq=False):
     _what: Callable[[], What]
     #: Why the last save failed; empty = it succeeded, or none was tried yet.
     problem: str = ""
-    _lock: Lock = field(default_factory=Lock)
+    _own: OwnFile = field(default_factory=OwnFile)
     _task: asyncio.Task[None] | None = None
 
     async def read(self) -> bytes | None:
@@ -79,17 +79,16 @@ class Keeper(Struct, eq=False):
     async def close(self) -> None:
         """Write a last snapshot, and stop."""
         await cancelled(self._task)
-        await self.save()
-        self._lock.release()
+        await self.save(LAST_S)
+        self._own.release()
 
-    async def save(self) -> None:
-        """Write the current state. Other work runs after each segment (1,024 blocks)."""
+    async def save(self, within_s: float = HANGS_S) -> None:
+        """Write the current state, within so many seconds. Other work runs after each segment (1,024 blocks)."""
         try:
-            # First, because making a snapshot takes work and memory.
-            await asyncio.to_thread(self._lock.take, self._path, _HELD)
+            await self._own.take(self._path, _HELD, within_s)  # first, because making a snapshot takes work and memory
             with contextlib.closing(save(*self._what())) as made:
                 pieces = await in_turns(made)
-            await asyncio.to_thread(write_whole, self._path, pieces)
+            await self._own.write(self._path, _HELD, pieces, within_s)
         except OSError as error:
             reason = f"{self._path}: {error.strerror or error}"
             if not self.problem:
