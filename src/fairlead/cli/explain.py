@@ -170,7 +170,7 @@ def _tie(candidate: "Candidate") -> str:
 def _outcome(console: Console, explained: dict[str, Any]) -> None:
     prediction, result = explained.get("prediction"), explained.get("result")
     if answered := explained.get("answered_by"):
-        _say(console, f"measured at {answered}: {explained['endpoint']} could not be reached, broke off or was overdue")
+        _say(console, f"measured at {answered}: {explained['endpoint']} could not be reached, failed or was overdue")
     if prediction is not None:
         ttft, tpot, cached = prediction["ttft_ms"], prediction["tpot_ms"], prediction["cached_tokens"]
         low, high = ttft["band"]

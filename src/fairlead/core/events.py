@@ -81,7 +81,7 @@ class ResponseEnded(Struct, frozen=True, kw_only=True, gc=False):
 
 class RequestMoved(Struct, frozen=True, gc=False):
     """The gateway sent the request to a second endpoint as well, usually `Route.fallback`, because the chosen endpoint
-    could not be reached, broke off before the first byte of an answer, or was overdue.
+    could not be reached, answered 5xx, broke off before the first byte of an answer, or was overdue.
 
     It is fed with the first token or at the end, and always before `ResponseEnded`."""
 

@@ -241,7 +241,7 @@ class RequestFamilies:
         show("fairlead_lease_expired_total", "Requests whose end was never reported.", self.expired)
         show("fairlead_fallback_requests_total", "Requests the gateway served without asking.", self.fallbacks)
         show("fairlead_prefills_total", "Requests whose prompt this endpoint computes for another one.", self.prefills)
-        text = "Requests answered elsewhere because this endpoint could not be reached, broke off or was overdue."
+        text = "Requests answered elsewhere because this endpoint could not be reached, failed or was overdue."
         show("fairlead_repeated_total", text, self.repeated)
         show("fairlead_stalls_total", "Times that an endpoint began to hang, or recovered.", self.stalls)
         show("fairlead_loop_lag_seconds", "How late timers of the event loop fire.", self.loop_lag)

@@ -43,7 +43,7 @@ function facts(found) {
   const { prediction, result } = found;
   const rows = [
     ["Went to", found.endpoint ?? `nowhere (${found.outcome}${found.status ? `, status ${found.status}` : ""})`],
-    ...(found.answered_by ? [["Answered by", `${found.answered_by}, because ${found.endpoint} could not be reached, broke off or was overdue`]] : []),
+    ...(found.answered_by ? [["Answered by", `${found.answered_by}, because ${found.endpoint} could not be reached, failed or was overdue`]] : []),
     ...(found.prefill_endpoint ? [["Prompt computed by", found.prefill_endpoint]] : []),
     ["Decided by", found.policy],
     ["Model", found.target_model === found.model ? found.model || DASH : `${found.model} → ${found.target_model}`],

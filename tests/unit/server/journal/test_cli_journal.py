@@ -147,7 +147,7 @@ def test_an_explanation_names_the_endpoint_that_answered_instead(
     show(page, 3)
     output = " ".join(capsys.readouterr().out.split())
     assert f" → {record.endpoint} by {record.policy}, answered by the-other" in output
-    assert f"measured at the-other: {record.endpoint} could not be reached, broke off or was overdue" in output
+    assert f"measured at the-other: {record.endpoint} could not be reached, failed or was overdue" in output
     assert explained(record, msgspec.structs.replace(outcome, endpoint=record.endpoint), None)["answered_by"] is None
 
 
