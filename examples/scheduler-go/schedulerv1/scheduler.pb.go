@@ -1305,7 +1305,7 @@ type Ended struct {
 	CachedTokens     int64 `protobuf:"zigzag64,12,opt,name=cached_tokens,json=cachedTokens,proto3" json:"cached_tokens,omitempty"`
 	// Prompt tokens that were believed to be cached there.
 	HitTokens uint64 `protobuf:"varint,13,opt,name=hit_tokens,json=hitTokens,proto3" json:"hit_tokens,omitempty"`
-	// Id of the endpoint that was chosen, if it could not be reached and another one answered.
+	// Id of the endpoint that was chosen, if it could not be reached, failed or was overdue, and another one answered.
 	Unreached string `protobuf:"bytes,14,opt,name=unreached,proto3" json:"unreached,omitempty"`
 }
 
