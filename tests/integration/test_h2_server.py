@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +241,7 @@ def test_all_sockets_of_a_name_have_one_port() -> None:
 
 
 async def test_connections_are_limited(serve: Serve) -> None:
-    """Those that only connect make room for others, the oldest first; those with a stream stay."""
+    """Those that only connect make room for others, the oldest first."""
     server, target = await serve(H2Limits(max_connections=3))
     port = int(target.rpartition(":")[2])
     async with grpc.aio.insecure_channel(target) as channel:
@@ -262,15 +262,27 @@ async def test_connections_are_limited(serve: Serve) -> None:
         writer.close()
 
 
-async def test_connections_are_refused_if_all_others_have_streams(serve: Serve) -> None:
-    server, target = await serve(H2Limits(max_connections=1))
-    async with grpc.aio.insecure_channel(target) as channel:
-        call = channel.stream_stream(PATH)()
-        await call.write(b"hello")
-        assert await call.read() == b"hello"
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(target.rpartition(":")[2]))
-        with suppress(ConnectionError):
-            assert await reader.read() == b""
-        assert len(server.connections) == 1
-        call.cancel()
-    writer.close()
+async def test_who_holds_most_connections_makes_room(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    """Even if each of them has a stream, and others have none."""
+    server, target = await serve(H2Limits(max_connections=4))
+    port = int(target.rpartition(":")[2])
+    async with AsyncExitStack() as stack:
+        alone = [("grpc.use_local_subchannel_pool", 1)]
+
+        async def hold() -> Any:
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(target, alone))
+            call = channel.stream_stream(PATH)()
+            await call.write(b"hello")
+            assert await call.read() == b"hello"
+            stack.callback(call.cancel)
+            return call
+
+        elsewhere, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+        assert await elsewhere.readexactly(9)
+        first, *_ = [await hold() for _ in range(4)]
+        with pytest.raises(grpc.aio.AioRpcError):
+            await asyncio.wait_for(first.read(), 20)
+        assert {one.address for one in server.connections} == {"127.0.0.1", "127.0.0.2"}
+        assert len(server.connections) == 4
+        assert "too many connections: closed some of 3 from 127.0.0.1" in caplog.text
+        writer.close()

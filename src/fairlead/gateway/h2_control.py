@@ -54,8 +54,8 @@ def only(kind: int, handler: FrameHandler, why: str) -> tuple[FrameHandler, ...]
 class Owner(Protocol):
     """The server that accepted the connection."""
 
-    def made(self, connection: "H2Control") -> bool:
-        """Take note of a new connection. Return false if there are too many."""
+    def made(self, connection: "H2Control") -> None:
+        """Take note of a new connection."""
 
     def lost(self, connection: "H2Control") -> None:
         """Take note that a connection is gone. Its streams' handlers were already told."""
@@ -85,6 +85,8 @@ class H2Control(H2Sender):
         self._pinged = False
         self._farewell: asyncio.TimerHandle | None = None
         self._peer = ""
+        #: The peer's IP address; empty = it has none.
+        self.address = ""
         #: Handlers by frame type: the regular table, and the current one, which allows only one type at some points.
         self._table: tuple[FrameHandler, ...] = ()
         self.handlers = only(h2.SETTINGS, self._on_first_settings, "the first frame is not SETTINGS")
@@ -98,11 +100,11 @@ class H2Control(H2Sender):
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
-        self._peer = str(transport.get_extra_info("peername") or "a local socket")
+        peer = transport.get_extra_info("peername")
+        self._peer = str(peer or "a local socket")
+        self.address = str(peer[0]) if isinstance(peer, tuple) else ""
         tls: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
-        if not self._owner.made(self):
-            self.abort("too many connections")
-            return
+        self._owner.made(self)
         if tls is not None and tls.selected_alpn_protocol() != "h2":
             self.abort("the TLS peer did not choose h2")
             return

@@ -14,8 +14,8 @@ import contextlib
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable
-from math import inf
 from pathlib import Path
 
 from fairlead.core.endpoint import host_port
@@ -58,6 +58,7 @@ class H2Server:
         self._scratch = Scratch()
         #: Connections that broke the protocol since the last log line about them, and the time of that line.
         self._broke, self._broke_logged_at = 0, -_LOG_GAP
+        self._crowded_logged_at = -_LOG_GAP
         self._listeners: list[asyncio.Server] = []
         self._handshakes: list[Handshakes] = []
         self._paths: list[str] = []
@@ -136,8 +137,9 @@ class H2Server:
 
     # ---- reports of connections ----
 
-    def made(self, connection: H2Control) -> bool:
-        accepted = len(self._connections) < self.limits.max_connections or self._make_room()
+    def made(self, connection: H2Control) -> None:
+        if len(self._connections) >= self.limits.max_connections:
+            self._make_room()
         self._connections[connection] = None
         self._empty.clear()
         # It may have been accepted while the listeners closed. It is drained after its SETTINGS were sent.
@@ -145,18 +147,19 @@ class H2Server:
             asyncio.get_running_loop().call_soon(connection.abort, "the server closes")
         elif self._draining:
             asyncio.get_running_loop().call_soon(connection.drain)
-        return accepted
 
-    def _make_room(self) -> bool:
-        """Close the oldest connection without a stream, first of all one that never had any: clients that only connect
-        keep no gateway out. Return false if there is none."""
-        for most in (0.0, inf):
-            for connection in self._connections:
-                if connection.opened <= most and not (connection.streams or connection.closing):
-                    connection.abort("a new connection needs its place")
-                    del self._connections[connection]
-                    return True
-        return False
+    def _make_room(self) -> None:
+        """Close some connections of the address that has most: those that had the fewest streams, the oldest first. So
+        clients that only hold connections keep no gateway out."""
+        [(address, count)] = Counter(one.address for one in self._connections).most_common(1)
+        there = sorted((one for one in self._connections if one.address == address), key=lambda one: one.opened)
+        for connection in there[: max(1, count // 16)]:
+            connection.abort("others need its place")
+            del self._connections[connection]
+        now = asyncio.get_running_loop().time()
+        if now - self._crowded_logged_at >= _LOG_GAP:
+            log.warning("too many connections: closed some of %d from %s", count, address or "a local socket")
+            self._crowded_logged_at = now
 
     def lost(self, connection: H2Control) -> None:
         self._connections.pop(connection, None)
