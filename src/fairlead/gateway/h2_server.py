@@ -16,6 +16,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 
 from fairlead.core.endpoint import host_port
@@ -151,9 +152,9 @@ class H2Server:
     def _make_room(self) -> None:
         """Close some connections of the address that has most: those that had the fewest streams, the oldest first. So
         clients that only hold connections keep no gateway out."""
-        [(address, count)] = Counter(one.address for one in self._connections).most_common(1)
-        there = sorted((one for one in self._connections if one.address == address), key=lambda one: one.opened)
-        for connection in there[: max(1, count // 16)]:
+        [(address, count)] = Counter(connection.address for connection in self._connections).most_common(1)
+        there = [connection for connection in self._connections if connection.address == address]
+        for connection in sorted(there, key=attrgetter("opened"))[: max(1, count // 16)]:
             connection.abort("others need its place")
             del self._connections[connection]
         now = asyncio.get_running_loop().time()
