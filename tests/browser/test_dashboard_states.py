@@ -531,6 +531,17 @@ async def test_two_dead_endpoints_are_two_notices_though_their_names_differ_in_a
     await page.close()
 
 
+async def test_the_end_of_a_problem_is_read_out(scheduler: Scheduler, browser: Browser) -> None:
+    scheduler.add(2)
+    page = await browser.page(scheduler.url)
+    await live(page)
+    scheduler.refuse(1)
+    await page.until("document.getElementById('announce').textContent.includes('has been out of use since')")
+    scheduler.add(2)
+    await page.until("document.getElementById('announce').textContent.startsWith('Ready and waiting')")
+    await page.close()
+
+
 async def _are_at_most_six(scheduler: Scheduler, page: Page) -> None:
     """Also while notices of problems that have ended stay, as they do while the page's clock stands."""
     await page.run("(() => { const time = performance.now(); performance.now = () => time; })()")

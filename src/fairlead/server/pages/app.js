@@ -115,7 +115,9 @@ function notices() {
     return { level, key, text, words, runbook, place, time };
   });
   for (const notice of wanted) noticed.set(notice.key, notice);
-  for (const [key, { time: seen }] of noticed) if (time - seen > NOTICE) noticed.delete(key);
+  for (const [key, { time: seen }] of noticed) {
+    if (time - seen > NOTICE && noticed.delete(key) && !noticed.size) announce(calm());
+  }
   const ended = [...noticed.values()].filter((notice) => notice.key !== "more" && !wanted.includes(notice));
   wanted.push(...ended.slice(0, MOST - wanted.length));
   wanted.sort((a, b) => (a.level > b.level) - (a.level < b.level) || a.place - b.place);
@@ -149,7 +151,7 @@ function calm() {
   const rate = now.totals.error_rate;
   const failing = rate < 0.0005 ? "less than 0.1 %" : percent(rate, 1);
   if (rate) return `Every endpoint answers, but ${failing} of the requests get 4xx: mistakes of clients, or refused here.`;
-  return "All is well: every endpoint answers, and nothing fails.";
+  return "All is well: every endpoint answers, and no request fails.";
 }
 
 function show() {
