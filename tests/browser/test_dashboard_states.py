@@ -123,7 +123,7 @@ class Scheduler:
             OutcomeRecord(
                 request=request, at=at, endpoint=answered_by or endpoint, status=status, duration_ms=900.0,
                 ttft_ms=ttft_ms if status < 300 else -1.0,
-                forecast=forecast,
+                forecast=forecast, unreached=endpoint if answered_by else "",
             )
         )  # fmt: skip
 
@@ -426,6 +426,8 @@ async def _names_the_endpoint_that_answered(scheduler: Scheduler, page: Page) ->
     both = "default/model-server-000 → default/model-server-001"
     cell = 'tr[data-key="8"] [data-column=endpoint]'
     await page.until(f"document.querySelector('#decision-rows {cell}')?.textContent === '{both}'")
+    failed = {name: row["failed"] for name, row in (await rows(page, "endpoint-rows")).items()}
+    assert failed == {"default/model-server-000": "1", "default/model-server-001": "0"}
     await page.run("document.querySelector('#decision-rows [data-id=\"8\"]').click()")
     await page.until("document.querySelector('#why-body dl')")
     facts = await text_of(page, "#why-body dl")

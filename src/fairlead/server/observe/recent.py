@@ -89,6 +89,7 @@ class EndpointSums(Struct, frozen=True, gc=False):
     predicted_hit: float = 0.0
     reported_hit: float = 0.0
     hit_error: float = 0.0
+    #: Requests that failed there, also those that another endpoint then answered.
     failed: float = 0.0
 
 
@@ -145,6 +146,8 @@ class Recent:
         timed = streamed, actual, judged, predicted, inside
         sums = (1.0, 0.0, 0.0, 0.0, *timed, expected, reported, apart, failed)
         self._endpoints.add(record.endpoint, now, sums)
+        if record.unreached:
+            self._endpoints.add(record.unreached, now, (1.0, 0.0, 0.0, 0.0, *_OUTCOME_ZEROS[1:], 1.0))
 
     def move(self, now: float) -> None:
         self._endpoints.move(now)

@@ -74,6 +74,7 @@ class EndpointRow(Struct, frozen=True, kw_only=True, gc=False):
     actual_ms: float | None
     judged: int
     inside: float | None
+    #: Requests of the last minute that failed there, also those that another endpoint then answered.
     failed: int
     #: Where knowledge of its cache comes from: `learned`, or how far KV events are trusted.
     #: `trust`: 0..1, how often that knowledge was right. For KV events, the share of compared answers; for learned

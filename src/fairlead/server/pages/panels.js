@@ -37,6 +37,8 @@ const ENDPOINTS = [
   { id: "leases", title: "Ours in flight", sort: (row) => row.leases, value: (row) => count(row.leases), hint: "Requests that we sent and that have not ended" },
   { id: "sent", title: "Sent /min", sort: (row) => row.sent, value: (row) => count(row.sent),
     hint: "Under much load estimated from a shorter time, until somebody has looked for a minute" },
+  { id: "failed", title: "Failed /min", sort: (row) => row.failed, value: (row) => ({ text: count(row.failed), kind: row.failed ? "bad" : "" }),
+    hint: "Not reached, overdue, broken off or answered with 5xx; most are then answered by another endpoint" },
   { id: "hits", title: "Prefix hits", sort: (row) => row.hit_rate, value: (row) => percent(row.hit_rate), hint: "Share of prompt tokens predicted to be cached, last minute" },
   { id: "predicted", title: "TTFT predicted", sort: (row) => row.predicted_ms, value: (row) => milliseconds(row.predicted_ms), hint: "Mean of streamed answers of the last minute; a request whose prompt another endpoint computes has none" },
   { id: "actual", title: "TTFT actual", sort: (row) => row.actual_ms, value: (row) => milliseconds(row.actual_ms), hint: "Mean of streamed answers of the last minute" },

@@ -59,11 +59,13 @@ def test_sums_per_endpoint():
     recent.on_outcome(outcome(2.0, ttft=20.0, hit_tokens=60, cached_tokens=50))
     recent.on_outcome(outcome(2.5, ttft=40.0))
     recent.on_outcome(outcome(2.6, ttft=-1.0, status=502))
+    recent.on_outcome(outcome(2.7, ttft=-1.0, unreached="b"))
     recent.move(3.0)
     sums = recent.endpoint("a")
     assert (sums.routed, sums.prompt_tokens, sums.hit_tokens) == (1, 100, 60)
     assert (sums.judged, sums.predicted_ms, sums.actual_ms, sums.inside) == (2, 20.0, 60.0, 1)
     assert (sums.predicted_hit, sums.reported_hit, sums.hit_error, sums.failed) == (60, 50, 10, 1)
+    assert (recent.endpoint("b").failed, recent.endpoint("b").routed) == (1, 0), "the other one answered"
     assert recent.endpoint("nobody").records == 0
     recent.move(70.0)
     assert recent.endpoint("a").records == 0
