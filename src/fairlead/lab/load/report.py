@@ -218,5 +218,5 @@ def _rows(summaries: Sequence[Summary]) -> Iterable[tuple[str, list[str]]]:
     yield row("duration, s", "duration_s")
     yield row("send lag p99, ms (wall)", "send_lag_ms", "p99")
     if not all(summary["valid"] for summary in summaries):
-        late = f"no: more than {LAG_MS:g} ms late"
+        late = f"no: over {LAG_MS:g} ms late"
         yield "valid", ["yes" if summary["valid"] else late for summary in summaries]

@@ -96,7 +96,12 @@ def test_a_run_whose_generator_was_late_is_not_valid() -> None:
     for summaries, said in (([prompt], False), ([prompt, late], True)):
         console = Console(width=200, record=True, file=io.StringIO())
         console.print(table(summaries))
-        assert ("no: more than 20 ms late" in console.export_text()) is said
+        assert ("no: over 20 ms late" in console.export_text()) is said
+
+
+def test_two_late_runs_fit_a_terminal_of_80_columns() -> None:
+    late = summarise(result(*(record(i, 0.1) for i in range(9)), record(9, 0.1, sent=9.1)))
+    assert show(late, late, width=80).splitlines()[1].endswith("┓")
 
 
 def test_unreported_tokens_are_unknown_not_zero() -> None:
