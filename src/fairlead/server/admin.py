@@ -128,9 +128,9 @@ class _Page(Struct, eq=False):
 
 @web.middleware
 async def _elsewhere(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer requests for unknown pages with a hint: most of them are model requests for the gateway."""
+    """Answer requests for unknown pages with a hint: most are model requests, or look for the dashboard."""
     if isinstance(request.match_info.http_exception, web.HTTPNotFound):
-        where = "Send model requests to the gateway (gateway.port, default 8080)"
+        where = "Its pages begin at /. Send model requests to the gateway (gateway.port, default 8080)"
         return web.Response(status=404, text=f"{ADMIN_PORT}: it has no {request.path}. {where}\n")
     return await handler(request)
 
