@@ -382,11 +382,16 @@ class Fleet:
 
     @property
     def unreachable(self) -> bool:
-        """Whether the pool serves nothing: no endpoint answers scrapes, and the last request that ended has failed."""
+        """Whether no endpoint answers scrapes, and a request failed after the last page and the last good answer."""
         table = self.table
-        if not table.troubled or not self._failed or np.count_nonzero(table.alive & (table.failures < SCRAPES_LOST)):
+        if not table.troubled or np.count_nonzero(table.alive & (table.failures < SCRAPES_LOST)):
             return False
-        return not self._answered or self._answered[-1][0] < self._failed[-1][0]
+        good, failed = float(table.sampled_at.max()), float(table.ejected_until.max()) - EJECT_SECONDS
+        if self._answered:
+            good = max(good, self._answered[-1][0])
+        if self._failed:
+            failed = max(failed, self._failed[-1][0])
+        return failed > good
 
     def answered(self, slot: int, ok: bool, now: float, own: bool = True, blame: float = 1.0) -> None:
         """Count a response that ended. After `ERRORS_TO_EJECT` failures in a row, policies avoid the endpoint for

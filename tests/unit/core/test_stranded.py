@@ -195,6 +195,28 @@ def test_servers_whose_pages_alone_fail_get_requests() -> None:
     assert len(pool.feed(ev.ResponseEnded(request_id=3, status=200))) == 1, "a good answer ends the wait"
 
 
+def test_a_failure_before_the_last_page_keeps_nobody_waiting() -> None:
+    pool = Outage("1m")
+    pool.answers("a")
+    for _ in range(4):
+        pool.fails("a", "b")
+    assert pool.arrive() == [Route]
+
+
+def test_servers_that_failed_often_before_they_refuse_are_waited_for() -> None:
+    pool = Outage("1m")
+    pool.answers("a")
+    for number in range(2, 10):
+        assert pool.arrive() == [Route]
+        pool.feed(ev.ResponseEnded(request_id=number, status=500))
+    for _ in range(4):
+        pool.fails("a", "b")
+    assert pool.arrive() == [Route]
+    pool.feed(ev.ResponseEnded(request_id=10, status=503))
+    pool.fails("a")
+    assert pool.arrive() == [Hold]
+
+
 def test_servers_that_refuse_for_too_long_refuse_those_that_wait() -> None:
     pool = Outage("1m")
     assert [pool.arrive() for _ in range(5)] == [[Hold]] * 5
