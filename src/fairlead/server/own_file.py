@@ -63,11 +63,13 @@ class OwnFile:
                 while self._work is not None and not self._work.done():
                     await asyncio.wait((self._work,))
                 done: asyncio.Future[tuple[int, Exception | None]] = loop.create_future()
-                self._work = done
                 Thread(target=_done, args=(work, loop, done), name="writes a file", daemon=True).start()
+                self._work = done
                 result, error = await asyncio.shield(done)
         except TimeoutError:
             raise OSError(f"the disk has not answered for {within_s:.0f} s") from None
+        except RuntimeError as error:  # no thread can be started
+            raise OSError(str(error)) from None
         if error is not None:
             raise error
         return result

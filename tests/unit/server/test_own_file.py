@@ -51,6 +51,21 @@ async def test_after_a_cancelled_write_the_next_one_waits(tmp_path: Path) -> Non
     own.release()
 
 
+async def test_a_thread_that_cannot_start_is_an_error_of_that_write_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    own, path = OwnFile(), tmp_path / "file"
+    with monkeypatch.context() as context:
+        context.setattr(threading.Thread, "start", refused)
+        with pytest.raises(OSError, match="can't start new thread"):
+            await own.write(path, "held", (b"lost",), 30)
+    assert await own.write(path, "held", (b"kept",), 30) == 4
+    own.release()
+
+
 _HANGS = """
 import asyncio, sys
 from pathlib import Path
