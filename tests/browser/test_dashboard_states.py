@@ -367,6 +367,20 @@ async def test_connections_are_made_anew_and_hidden_pages_have_none(scheduler: S
         await page.close()
 
 
+async def test_a_link_that_falls_behind_is_left(scheduler: Scheduler, browser: Browser) -> None:
+    scheduler.add(1)
+    page = await browser.page(scheduler.url)
+    await live(page)
+    await page.run("(() => { const now = Date.now; Date.now = () => now() + 15000; })()")  # all that comes is old
+    await page.until("document.getElementById('lost').checkVisibility()")
+    assert re.search(r"The numbers below are 1\d s old", await text_of(page, "#lost"))
+    await live(page)
+    assert [name for _, name in page.events].count("beginning") == 2
+    await asyncio.sleep(1.0)
+    assert await page.run("document.getElementById('lost').hidden"), "the new connection is measured by itself"
+    await page.close()
+
+
 async def test_it_works_below_a_prefix_and_with_a_token_in_the_address(
     scheduler: Scheduler, browser: Browser, tmp_path: Path
 ) -> None:

@@ -22,7 +22,8 @@ let files = ""; // the tag of the page's files, when they were loaded
 let about = null;
 let now = null;
 let stream = null;
-let heard = 0;
+let heard = 0; // when what is shown was made
+let nearest = Infinity; // the least age in seconds of a snapshot by this page's clock, which may be wrong
 let spoke = 0; // when the stream was opened, or said something
 let seen = -Infinity; // when this page was last visible
 let failures = 0;
@@ -166,6 +167,7 @@ function show() {
 function begin(told) {
   about = told.about;
   points = told.history;
+  nearest = Infinity;
   noticed.clear();
   setText($("pool"), about.pool);
   setText($("version"), about.version);
@@ -174,7 +176,10 @@ function begin(told) {
 
 function take(told) {
   now = told;
-  heard = performance.now();
+  const age = Date.now() / 1000 - now.at;
+  nearest = Math.min(nearest, age);
+  const late = (age - nearest) * 1000;
+  heard = performance.now() - late;
   failures = 0;
   const newest = points.length ? points[points.length - 1].at : -Infinity;
   if (now.point.at - newest >= about.point_s) {
@@ -183,6 +188,7 @@ function take(told) {
   }
   state("live");
   if (!document.hidden) show();
+  if (late > PATIENCE) tryAgain(1); // a slow link fell behind: leave what it still holds
 }
 
 function state(name) {
