@@ -44,8 +44,8 @@ B = TypeVar("B", bound="Body")
 #: What a proxy that computes prompts elsewhere tells the engine: hosts to connect to, and blocks to read or to keep.
 #: vLLM's first two, and SGLang's.
 TRANSFERS = ("kv_transfer_params", "ec_transfer_params", "bootstrap_host")
-#: Find them as keys, also with escaped characters, which no encoder writes. `in` is asked first: four times take 1.5 ms
-#: per MB, where one expression for all takes 50.
+#: Find them as keys, also with escaped characters, which no encoder writes. `in` is asked first: all take 2.5 ms per
+#: MB, where one expression for all takes 20.
 _TRANSFER = {name.encode(): re.compile(rb'%b"\s*:' % name.encode()) for name in TRANSFERS}
 _ESCAPED = re.compile(rb"\\u00(?:5[fF]|6|7[0-9aA])")
 
