@@ -314,7 +314,7 @@ def outcome_of(decision: DecisionRecord, outcome: OutcomeRecord | None) -> Outco
 #: Seconds between two snapshots.
 TICK = 0.5
 DECISIONS = 30
-#: Rows of traffic, and of models, at most.
+#: Rows of traffic, and of models, at most. Where some models are left out, failing ones come first.
 MODEL_ROWS = 40
 FLOW_ROWS = 5
 
@@ -406,6 +406,8 @@ class SnapshotMaker:
         if self._served[0] != watch.fleet.table.version:
             self._served = watch.fleet.table.version, served_models(watch.fleet.table)
         models = model_rows(watch, traffic, self._served[1], now)
+        if len(models) > MODEL_ROWS:
+            models.sort(key=lambda row: (row.error_rate or 0.0) < shape.MANY_FAIL)  # whatever is left out, not these
         failures, schedulers = history.failures(), self._schedulers()
         listed = notices(watch, endpoints, failures, queues, self._reasons(), history.happened, now, schedulers)
         return shape.Snapshot(

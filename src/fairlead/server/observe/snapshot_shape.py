@@ -331,8 +331,8 @@ MODELS_OUT = "models-out"
 _MOST = 6
 #: Forecasts per minute that are enough to judge them, and the least share of them that must be within the 90 % band.
 _ENOUGH, _LEAST_INSIDE = 50, 0.6
-#: With at least this share of failed requests, the notice is `bad`.
-_MANY_FAIL = 0.05
+#: With at least this share of failed requests, the notice is `bad`, and a model is listed first.
+MANY_FAIL = 0.05
 #: Why an endpoint is out: the words for one endpoint and for several, and the section of the runbook.
 REFUSED, HANGS, FAILS = "connection refused", "hangs", f"{ERRORS_TO_EJECT} failed answers in a row"
 _DOES = {
@@ -402,7 +402,7 @@ def _outage(endpoints: Sequence[EndpointRow], failures: Failures) -> Iterable[No
         section = "FairleadNoEndpoints" if out == all_of else "FairleadErrorsHigh"
         yield Notice(BAD, "every", "Every request has failed", failures.since, f": {why}.", section)
     elif failures.rate > 0.0:
-        level = BAD if failures.rate >= _MANY_FAIL else WATCH
+        level = BAD if failures.rate >= MANY_FAIL else WATCH
         what = f": {failures.rate:.1%} of those of the last 10 seconds."
         yield Notice(level, "some", "Requests fail", detail=what, runbook="FairleadErrorsHigh")
     if failures.models and out < all_of:

@@ -289,6 +289,15 @@ def test_long_tables_end_somewhere(pool):
     assert [row.id for row in shot.decisions] == [*range(MODEL_ROWS + 9, MODEL_ROWS + 9 - DECISIONS, -1)]
 
 
+def test_failing_models_are_not_left_out(pool):
+    pool.maker.begin()
+    for i in range(MODEL_ROWS + 10):
+        for again in range(2 if i == MODEL_ROWS + 5 else 3):
+            pool.serve(i, model=f"model-{i}", status=503 if again and i == MODEL_ROWS + 5 else 200)
+    shot = pool.maker.take()
+    assert (shot.models[0].model, shot.models[0].error_rate) == (f"model-{MODEL_ROWS + 5}", 0.5)
+
+
 def test_a_model_is_told_with_its_targets_and_where_its_adapter_is(pool):
     pool.watch.on_models(["chat", "m", "sql"], [])
     pool.fleet.table.set_listed(0, frozenset({"sql", "idle"}))
