@@ -386,12 +386,15 @@ class Fleet:
         table = self.table
         if not table.troubled or np.count_nonzero(table.alive & (table.failures < SCRAPES_LOST)):
             return False
-        good, failed = float(table.sampled_at.max()), float(table.ejected_until.max()) - EJECT_SECONDS
-        if self._answered:
-            good = max(good, self._answered[-1][0])
+        failed = float(table.ejected_until.max()) - EJECT_SECONDS
         if self._failed:
             failed = max(failed, self._failed[-1][0])
-        return failed > good
+        return failed > self.good_at and not any(lease.first_token_at > failed for lease in self.ledger)
+
+    @property
+    def good_at(self) -> float:
+        """Clock seconds of the last page or good answer; -inf = there was none."""
+        return max(float(self.table.sampled_at.max(initial=-inf)), self._answered[-1][0] if self._answered else -inf)
 
     def answered(self, slot: int, ok: bool, now: float, own: bool = True, blame: float = 1.0) -> None:
         """Count a response that ended. After `ERRORS_TO_EJECT` failures in a row, policies avoid the endpoint for

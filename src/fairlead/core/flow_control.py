@@ -74,8 +74,9 @@ GAP, STRANDED_S = 30.0, 1.0
 #: 0.08 ms.
 JUDGED = 8
 #: Seconds after which one of the requests that wait for an unreachable pool is sent, to see whether it is: its pages
-#: alone may be unreachable. After each further one that fails, this factor of the whole time.
-TEST_S, TEST_GROWTH = 1.0, 4.0
+#: alone may be unreachable. After each further one that fails, this factor of the whole time, but at most so many
+#: seconds later.
+TEST_S, TEST_GROWTH, TEST_GAP = 1.0, 4.0, 16.0
 
 
 class Gate(Protocol):
@@ -405,7 +406,10 @@ class FlowControl:
 
     def _next(self, fleet: Fleet, now: float) -> Bound | None:
         deserted = self.deserted(fleet)
-        self._deserted = min(self._deserted, now) if deserted else inf
+        if not deserted or self._deserted < fleet.good_at:  # nobody may have waited when the last time was over
+            self._deserted = inf
+        if deserted:
+            self._deserted = min(self._deserted, now)
         if not len(self.queues) or (deserted and not self._tests(fleet, now)):
             # An endpoint that joins or answers causes the next pass.
             self.look_again = self._test_at if fleet.table.count else inf
@@ -445,7 +449,8 @@ class FlowControl:
 
     @property
     def _test_at(self) -> float:
-        return self._deserted + max(TEST_GROWTH * (self._tested - self._deserted), TEST_S)
+        gap = min((TEST_GROWTH - 1.0) * (self._tested - self._deserted), TEST_GAP)
+        return max(self._tested + gap, self._deserted + TEST_S)
 
     def _tests(self, fleet: Fleet, now: float) -> bool:
         """Whether to send a request to an unreachable pool now."""

@@ -10,7 +10,7 @@ from fairlead.config.building import build_pipeline
 from fairlead.core import events as ev
 from fairlead.core.binding import LOOKUPS, PairBinder
 from fairlead.core.endpoint import Endpoint, Sample
-from fairlead.core.flow_control import DEADLINE_TIMER, DISPATCH_TIMER, GAP, JUDGED, TEST_GROWTH, TEST_S
+from fairlead.core.flow_control import DEADLINE_TIMER, DISPATCH_TIMER, GAP, JUDGED, TEST_GAP, TEST_GROWTH, TEST_S
 from fairlead.core.instructions import Hold, Instruction, Reject, Route, SetTimer
 from fairlead.core.request import Request
 from fairlead.testing import SimClock
@@ -157,7 +157,8 @@ class Outage:
 
     def arrive(self) -> list[type]:
         self._ids += 1
-        request = Request(id=self._ids, arrived=self.clock.time(), api="chat", prompt_tokens=10, max_tokens=10)
+        now = self.clock.time()
+        request = Request(id=self._ids, arrived=now, api="chat", prompt_tokens=10, max_tokens=10, stream=True)
         return [type(one) for one in self.feed(ev.RequestArrived(request))]
 
     def answers(self, name: str) -> list[Instruction]:
@@ -192,7 +193,27 @@ def test_servers_whose_pages_alone_fail_get_requests() -> None:
     (tested,) = pool.fires(DISPATCH_TIMER)
     assert isinstance(tested, Route) and tested.request_id == 3 and pool.fires(DISPATCH_TIMER) == []
     pool.clock.advance(0.1)
-    assert len(pool.feed(ev.ResponseEnded(request_id=3, status=200))) == 1, "a good answer ends the wait"
+    assert len(pool.feed(ev.FirstTokenSeen(request_id=3))) == 1, "a good answer ends the wait when it begins"
+    pool.feed(ev.ResponseEnded(request_id=3, status=200))
+    assert pool.arrive() == [Route]
+
+
+def test_an_outage_is_tested_like_the_first_although_nobody_waited_when_that_was_over() -> None:
+    pool = Outage("1m")
+    assert pool.arrive() == [Hold]
+    pool.clock.advance(TEST_S)
+    pool.fires(DISPATCH_TIMER)
+    pool.feed(ev.ResponseEnded(request_id=2, status=503))
+    pool.clock.advance(3600.0)
+    pool.answers("a")
+    assert pool.arrive() == [Route]
+    pool.clock.advance(1.0)
+    pool.feed(ev.ResponseEnded(request_id=3, status=503))
+    for _ in range(3):
+        pool.fails("a", "b")
+    assert pool.arrive() == [Hold] and pool.fires(DISPATCH_TIMER) == []
+    pool.clock.advance(TEST_S)
+    assert len(pool.fires(DISPATCH_TIMER)) == 1
 
 
 def test_a_failure_before_the_last_page_keeps_nobody_waiting() -> None:
@@ -219,19 +240,20 @@ def test_servers_that_failed_often_before_they_refuse_are_waited_for() -> None:
 
 def test_servers_that_refuse_for_too_long_refuse_those_that_wait() -> None:
     pool = Outage("1m")
-    assert [pool.arrive() for _ in range(5)] == [[Hold]] * 5
+    assert [pool.arrive() for _ in range(7)] == [[Hold]] * 7
     began, tests = pool.clock.time(), []
     for _ in range(118):
         for tested in pool.fails("a"):
             assert isinstance(tested, Route)
             tests.append(pool.clock.time() - began)
             pool.feed(ev.ResponseEnded(request_id=tested.request_id, status=503))
-    assert tests == [TEST_S * TEST_GROWTH**power for power in range(3)]
+    growing = [TEST_S * TEST_GROWTH**power for power in range(3)]
+    assert tests == [*growing, growing[-1] + TEST_GAP, growing[-1] + 2 * TEST_GAP]
     pool.clock.advance(2.0)
     refused = pool.fires(DEADLINE_TIMER)
     assert [(one.request_id, one.status, one.reason, one.message) for one in refused if isinstance(one, Reject)] == [
         (number, 503, "rejected-no-endpoints", "the request timed out waiting, and no endpoint answers")
-        for number in (5, 6)
+        for number in (7, 8)
     ]
 
 
