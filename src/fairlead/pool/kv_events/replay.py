@@ -20,6 +20,8 @@ _CONNECT_TIMEOUT = 3_000
 _HEARTBEAT = 10_000
 #: Replies of a replay, and their bytes, that are taken out of ZMQ's queue in a turn of the event loop.
 _REPLIES, _REPLY_BYTES = 64, 1 << 20
+#: Bytes of memory for each frame, besides its own.
+_FRAME = 64
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
@@ -210,7 +212,7 @@ class Replayer:
         if self._over or not self._replies:
             return False
         frames = self._replies.popleft()
-        self._bytes -= sum(map(len, frames))
+        self._bytes -= _size(frames)
         try:
             reply = replayed(bounded(frames, self._limits.max_batch))
         except ValueError:
@@ -307,7 +309,7 @@ class Replayer:
             if not self._replies:
                 self._wake()
             self._replies.append(frames)
-            self._bytes += sum(map(len, frames))
+            self._bytes += _size(frames)
             if self._bytes > self._limits.replay_bytes:
                 self._cut = True
                 self._hang_up()
@@ -321,3 +323,7 @@ class Replayer:
             self._loop.remove_reader(int(self._socket.get(zmq.FD)))
             self._socket.close(linger=0)
             self._socket = None
+
+
+def _size(frames: list[bytes]) -> int:
+    return sum(map(len, frames)) + _FRAME * len(frames)

@@ -21,7 +21,7 @@ from fairlead.lab.stub.kv_publisher import Encoding, KvEventsConfig, KvPublisher
 from fairlead.pool.kv_events import replay as replays
 from fairlead.pool.kv_events import subscriber as module
 from fairlead.pool.kv_events.discovery import Curve, KvSource, Limits, rank_address
-from fairlead.pool.kv_events.feed import Sync
+from fairlead.pool.kv_events.feed import Feed, Sync
 from fairlead.pool.kv_events.subscriber import KvSubscriber, Publisher
 
 LIMITS = Limits(replay_silence=0.8, replay_backoff=0.01, reconnect_min=0.01, reconnect_max=0.05, replay_cooldown=5)
@@ -118,6 +118,27 @@ async def test_a_replay_of_too_many_bytes_is_fetched_in_parts(events: Any, publi
         (count,) = narrow.counts(0)
         assert count.failed_replays >= 2 and count.replayed == 100
         assert count.lost == count.restarts == 0
+
+
+async def test_empty_replies_of_a_replay_are_bounded_too() -> None:
+    index, context = KvIndex(), zmq.Context[zmq.Socket[bytes]]()
+    index.add_slot(0)
+    publisher = context.socket(zmq.ROUTER)
+    address = f"tcp://127.0.0.1:{publisher.bind_to_random_port('tcp://127.0.0.1')}"
+    feed = Feed(index, index.rank(0, 0, "m"), True)
+    limits = replace(LIMITS, replay_bytes=2_000)
+    replayer = replays.Replayer(context, address, None, limits, feed, asyncio.Semaphore(), lambda: None)
+    replayer.step()
+    async with asyncio.timeout(5):
+        while not publisher.poll(0):
+            await asyncio.sleep(0.005)
+    peer = publisher.recv_multipart()[0]
+    for _ in range(200):
+        publisher.send_multipart([peer, b"", b""])
+    await asyncio.sleep(0.3)
+    assert sum(replayer.step() for _ in range(200)) < 20
+    await replayer.close()
+    context.destroy(linger=0)
 
 
 async def test_without_replay_gaps_are_counted(events: Any, publish: Any) -> None:
