@@ -286,3 +286,27 @@ async def test_who_holds_most_connections_makes_room(serve: Serve, caplog: pytes
         assert len(server.connections) == 4
         assert "too many connections: closed some of 3 from 127.0.0.1" in caplog.text
         writer.close()
+
+
+async def test_a_gateway_with_some_connections_is_kept_where_strangers_have_one_each(serve: Serve) -> None:
+    server, target = await serve(H2Limits(max_connections=32))
+    port, strangers = int(target.rpartition(":")[2]), []
+    async with AsyncExitStack() as stack:
+        calls = []
+        for _ in range(2):
+            alone = [("grpc.use_local_subchannel_pool", 1)]
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(target, alone))
+            calls.append(channel.stream_stream(PATH)())
+            await calls[-1].write(b"hello")
+            assert await calls[-1].read() == b"hello"
+        for number in range(40):
+            local = (f"127.0.1.{number}", 0)
+            strangers.append(await asyncio.open_connection("127.0.0.1", port, local_addr=local))
+            assert await strangers[-1][0].readexactly(9)
+        for call in calls:
+            await call.write(b"again")
+            assert await call.read() == b"again"
+            call.cancel()
+    assert len(server.connections) <= 32
+    for _, writer in strangers:
+        writer.close()

@@ -28,7 +28,8 @@ class H2Limits(Struct, frozen=True, kw_only=True):
     max_pending: int = 256 << 20
     #: Output passed to the socket before sending pauses.
     write_high_water: int = 256 << 10
-    #: Connections of a server. For another, some of the address that has most are closed.
+    #: Connections of a server. For another, some of those with the fewest streams are closed, of the address that has
+    #: most if it has many.
     max_connections: int = 1024
 
     #: Resets of unfinished streams: per second, and in a burst. CVE-2023-44487 ("rapid reset").

@@ -150,16 +150,20 @@ class H2Server:
             asyncio.get_running_loop().call_soon(connection.drain)
 
     def _make_room(self) -> None:
-        """Close some connections of the address that has most: those that had the fewest streams, the oldest first. So
-        clients that only hold connections keep no gateway out."""
-        [(address, count)] = Counter(connection.address for connection in self._connections).most_common(1)
-        there = [connection for connection in self._connections if connection.address == address]
-        for connection in sorted(there, key=attrgetter("opened"))[: max(1, count // 16)]:
+        """Close some connections of the address that has most, or of all if none has many: those that had the fewest
+        streams, the oldest first. So clients that only hold connections keep no gateway out."""
+        there = list(self._connections)
+        few = len(there) // 16
+        [(address, count)] = Counter(connection.address for connection in there).most_common(1)
+        if count > few:
+            there = [connection for connection in there if connection.address == address]
+        for connection in sorted(there, key=attrgetter("opened"))[: max(1, len(there) // 16)]:
             connection.abort("others need its place")
             del self._connections[connection]
         now = asyncio.get_running_loop().time()
         if now - self._crowded_logged_at >= _LOG_GAP:
-            log.warning("too many connections: closed some of %d from %s", count, address or "a local socket")
+            holder = (address or "a local socket") if count > few else "many addresses"
+            log.warning("too many connections: closed some of %d from %s", len(there), holder)
             self._crowded_logged_at = now
 
     def lost(self, connection: H2Control) -> None:
