@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fairlead.core.errors import FairleadError
+from fairlead.gateway.envoy.launcher import tied
 from fairlead.gateway.ports import obstacle
 from fairlead.lab.load import report
 from fairlead.lab.load.process import run_in_process
@@ -242,7 +243,8 @@ _ERROR = "error: "
 
 
 class Child:
-    """A `fairlead` command in a separate process. Its last output is kept, to be shown if it fails."""
+    """A `fairlead` command in a separate process, which ends with this one even if that is killed. Its last output is
+    kept, to be shown if it fails."""
 
     def __init__(self, *arguments: str) -> None:
         self._arguments = arguments
@@ -257,7 +259,7 @@ class Child:
 
     async def __aenter__(self) -> "Child":
         self._process = await asyncio.create_subprocess_exec(
-            *python_module("fairlead"), *self._arguments, stdout=PIPE, stderr=asyncio.subprocess.STDOUT
+            *tied(*python_module("fairlead"), *self._arguments), stdout=PIPE, stderr=asyncio.subprocess.STDOUT
         )
         self._reader = asyncio.create_task(self._read())
         return self
