@@ -233,7 +233,7 @@ def explain(
     """Show why a request went to its endpoint, what the others would have cost, and how good the forecast was.
 
     Terms are the policy's: costs (in ms, if it counts in them) or weighted scores. They add up to the total. --policy
-    (here also a .py file) and --set ask another policy with the same numbers; they need a journal.
+    and --set ask another policy with the same numbers; they need a journal.
     """
     from fairlead.core.errors import FairleadError
 
@@ -278,11 +278,9 @@ def _search(path: Path, request: str, run: str, policy: str, settings: list[str]
     from fairlead.core.explain import asked_again
     from fairlead.core.explain import explain as why
     from fairlead.lab.simulator.journal import search
-    from fairlead.lab.simulator.run import config_from, policy_text
     from fairlead.server.observe.decisions import explained, plain
 
-    loaded, registry = config_from(policy_text(policy)) if policy else (None, None)
-    apply = change(policy, settings, loaded)
+    apply, registry = change(policy, settings)
     with busy(f"searching {path}"):
         recorded = search(path, request, run)
     config = restore(recorded.scheduling)

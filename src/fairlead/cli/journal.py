@@ -39,6 +39,7 @@ Examples:
   fairlead journal replay journal/
   fairlead journal replay journal/ --set interference=0.5
   fairlead journal replay journal/ --policy round-robin --changes 50
+  fairlead journal replay journal/ --policy my_policy.py
 
 Exit codes: 0 as recorded (or compared), 1 the decisions differ although nothing is missing, or a plugin failed, 2 wrong
 usage or no journal.
@@ -60,12 +61,12 @@ def replay(
     from fairlead.lab.simulator.journal import one_run
 
     with exits(WRONG_INPUT, OSError, ValueError):
-        apply = change(policy, setting)
+        apply, registry = change(policy, setting)
         compared = result = None
         with busy(f"replaying {journal}"):
             there = one_run(journal, run)
             if apply is not None:
-                compared = player.compare(there, apply)
+                compared = player.compare(there, apply, registry)
             else:
                 result = player.replay(there)
     if compared is not None:

@@ -265,32 +265,23 @@ if TYPE_CHECKING:
     from http.client import HTTPResponse
     from urllib.request import Request
 
+    from fairlead.config.registry import Registry
     from fairlead.config.schema import Config
 
-Policy = Annotated[str, policy_option("Another policy: its name, or a configuration that has it.")]
+Policy = Annotated[str, policy_option("Another policy: its name, a configuration that has it, or a .py file.")]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", help="A scorer's weight, a parameter, or PLUGIN.PARAMETER; repeat.", metavar="NAME=VALUE"),
 ]
 
 
-def change(
-    policy: str, settings: Sequence[str] | None, loaded: "Config | None" = None
-) -> "Callable[[Config], Config] | None":
-    """A function that changes a recorded configuration as the options say; `None` = no change. `loaded`: the
-    configuration that `policy` names; `None` = it is read here. Raises `ConfigError` or `ValueError`."""
-    from fairlead.compat.load import load
+def change(policy: str, settings: Sequence[str] | None) -> "tuple[Callable[[Config], Config] | None, Registry | None]":
+    """A function that changes a recorded configuration as the options say; `None` = no change. And the plugins that
+    the changed one may name, as in `lab.simulator.run.configuration`. Raises `ConfigError` or `ValueError`."""
     from fairlead.compat.recorded import changed, with_policy
-    from fairlead.lab.simulator.run import policy_text
+    from fairlead.lab.simulator.run import config_from, policy_text
 
-    if not policy and not settings:
-        return None
-    if policy and loaded is None:
-        if policy.endswith(".py"):
-            raise ValueError(
-                f"{policy}: a Python file can be simulated; here name an installed policy or a configuration"
-            )
-        loaded = load(policy_text(policy), need_endpoints=False)
+    loaded, registry = config_from(policy_text(policy)) if policy else (None, None)
 
     def apply(config: "Config") -> "Config":
         if loaded is not None:
@@ -299,7 +290,7 @@ def change(
             config = changed(config, setting)
         return config
 
-    return apply
+    return (apply if policy or settings else None), registry
 
 
 # Progress on stderr for work that takes longer than a second.

@@ -17,6 +17,7 @@ from xxhash import xxh3_64
 from fairlead import __version__
 from fairlead.compat.recorded import restore
 from fairlead.config.building import SchedulingBuilder, build_pipeline
+from fairlead.config.registry import Registry
 from fairlead.config.schema import Config
 from fairlead.core.clock import VirtualClock
 from fairlead.core.errors import PLUGIN_FAILURES, PluginError, of_plugin
@@ -143,14 +144,20 @@ class Player:
     """A pipeline in the state at the beginning of a segment; `feed` it that segment's events."""
 
     def __init__(
-        self, head: Segment, change: Change | None = None, guided: bool | None = False, beside: Change | None = None
+        self,
+        head: Segment,
+        change: Change | None = None,
+        guided: bool | None = False,
+        beside: Change | None = None,
+        registry: Registry | None = None,
     ) -> None:
         """`guided`: follow the recorded decisions; False = only once something that is not recorded takes part in them;
-        `None` = never. `beside`: for each decision, also query the policy of the configuration that this returns."""
+        `None` = never. `beside`: for each decision, also query the policy of the configuration that this returns.
+        `registry`: the plugins that what these two return may name; `None` = the installed ones."""
         self._change = change
         self._beside = beside
-        self._builder = SchedulingBuilder(lambda error: self.plugin_errors.append(error))
-        self._asked = SchedulingBuilder()
+        self._builder = SchedulingBuilder(lambda error: self.plugin_errors.append(error), registry if change else None)
+        self._asked = SchedulingBuilder(registry=registry)
         #: The answers of the queried policy, as in `Beside`. The caller removes the entries.
         self.answers: dict[int, tuple[str, Trace | None]] = {}
         self.asked_errors: list[PluginError] = []
@@ -521,10 +528,12 @@ class Delaying:
 
 
 @watched()
-def compare(run: Run, change: Change) -> Compared:
-    """Compare the recorded policy with the changed one. Raises `ConfigError`, `PluginError` or `OSError`."""
+def compare(run: Run, change: Change, registry: Registry | None = None) -> Compared:
+    """Compare the recorded policy with the changed one. `registry`: see `Player`. Raises `ConfigError`, `PluginError`,
+    or `OSError`."""
     faults, lost = Faults(), list[int]()
-    recorded_player, changed_player = Player(run.head, None, needs_guide(run), change), Player(run.head, change, None)
+    recorded_player = Player(run.head, None, needs_guide(run), change, registry)
+    changed_player = Player(run.head, change, None, registry=registry)
     result, delaying = Compared(run=run.id, policy=changed_player.config.policy.name), Delaying(changed_player)
     for step in steps(run, recorded_player, faults, lost):
         for record in step.decided:

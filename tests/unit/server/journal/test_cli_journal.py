@@ -107,6 +107,16 @@ def test_a_policy_in_a_file_is_asked_about_a_recorded_decision(recorded: Any, tm
     assert {*instead["candidates"][0]["terms"]} == {"running", "waiting"}
 
 
+def test_a_policy_in_a_file_is_asked_about_a_whole_journal(recorded: Any, tmp_path: Path) -> None:
+    (mine := tmp_path / "mine.py").write_text(
+        "from fairlead.plugins.policies.by_load import LeastRequests\nclass Mine(LeastRequests):\n    type = 'mine'\n"
+    )
+    asked = ("journal", "replay", recorded.path, "--json", "--policy")
+    figures, usual = (json.loads(call(*asked, policy).output) for policy in (mine, "least-requests"))
+    assert figures.pop("policy") == "mine" and usual.pop("policy") == "least-requests"
+    assert figures == usual and figures["decisions"] > 0
+
+
 def test_an_explanation_tells_how_long_another_process_was_asked(
     recorded: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

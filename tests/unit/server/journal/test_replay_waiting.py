@@ -15,7 +15,7 @@ from fairlead.server.journal.records import Decided
 
 def test_requests_that_wait_longer_end_too(record_run: Callable[..., Any], tmp_path: Path) -> None:
     record_run(tmp_path, "policy: default\nflowControl: {}", seconds=8.0, rate=60.0)
-    run, apply = one_run(tmp_path), change("least-requests", None)
+    run, (apply, _) = one_run(tmp_path), change("least-requests", None)
     assert apply is not None
     recorded, changed = Player(run.head, None, needs_guide(run)), Player(run.head, apply, None)
     delaying, answered, decided, later = Delaying(changed), set[int](), 0, 0
