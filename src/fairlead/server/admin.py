@@ -5,7 +5,8 @@ Rules
 * If a callable raises, its page answers 500; the process and all other pages continue.
 * Pages are made piece by piece, and long ones take no more than a fifth of the loop's time (`_paced`).
 * All clients that ask for metrics at the same time get the same page, made once. Debug pages are made one at a time; a
-  client that finds `MOST_AT_ONCE` others waiting gets 503.
+  client that finds `MOST_AT_ONCE` others waiting gets 503. So does one that finds as many others reading segments of
+  the journal, which may take minutes: they are counted apart.
 * A client that takes longer than `SEND_S` seconds to read a page is disconnected: pages being sent hold memory.
 * Debug pages and the dashboard show addresses, labels and model names. They can be switched off; health and metrics
   cannot. Health and metrics can have a port of their own for the network, while the admin port stays on loopback.
@@ -177,6 +178,26 @@ class SharedPage(Struct, eq=False):
         return page
 
 
+class _Bound:
+    """Lets `MOST_AT_ONCE` clients in at the same time."""
+
+    def __init__(self) -> None:
+        self._clients = 0
+
+    def limited(self, handler: Handler) -> Handler:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            if self._clients >= MOST_AT_ONCE:
+                text = f"{MOST_AT_ONCE} other clients wait for debug pages; try again\n"
+                return web.Response(status=503, text=text, headers={"Retry-After": "1"})
+            self._clients += 1
+            try:
+                return await handler(request)
+            finally:
+                self._clients -= 1
+
+        return answer
+
+
 class Admin(HttpPort):
     """The admin port. Call `await start()`, then read `port`; `await close()` at the end. `start` raises `OSError` if
     a port is taken."""
@@ -209,7 +230,7 @@ class Admin(HttpPort):
             self._dashboard = Dashboard(sources.dashboard, on_error=on_error, allows=self._allows)
         self._text = SharedPage(sources.metrics, sources.refresh)
         self._openmetrics = SharedPage(sources.openmetrics, sources.refresh) if sources.openmetrics else None
-        self._in_flight = 0
+        self._pages_asked, self._segments_read = _Bound(), _Bound()
         self._making = asyncio.Lock()
         self._public = None if metrics is None else HttpPort(*metrics, 1.0, tls, self._public_app)
 
@@ -256,7 +277,7 @@ class Admin(HttpPort):
             self._add(app, "/debug/decisions", self._heavy(self._decisions))
             self._add(app, "/debug/decisions/{name}", self._heavy(self._decision))
             self._add(app, "/debug/journal", self._heavy(self._journal))
-            self._add(app, "/debug/journal/{name}", self._limited(self._segment))
+            self._add(app, "/debug/journal/{name}", self._segments_read.limited(self._segment))
         app.middlewares.append(_elsewhere)
         return app
 
@@ -271,22 +292,7 @@ class Admin(HttpPort):
                 parts = await _paced(pieces(request))
             return await send(request, list(parts), {"Content-Type": "application/json"}, whole_s=SEND_S)
 
-        return self._limited(answer)
-
-    def _limited(self, handler: Handler) -> Handler:
-        """Return the handler for `MOST_AT_ONCE` clients of debug pages at the same time."""
-
-        async def answer(request: web.Request) -> web.StreamResponse:
-            if self._in_flight >= MOST_AT_ONCE:
-                text = f"{MOST_AT_ONCE} other clients wait for debug pages; try again\n"
-                return web.Response(status=503, text=text, headers={"Retry-After": "1"})
-            self._in_flight += 1
-            try:
-                return await handler(request)
-            finally:
-                self._in_flight -= 1
-
-        return answer
+        return self._pages_asked.limited(answer)
 
     async def _index(self, request: web.Request) -> web.Response:
         """The page `/`: the dashboard for browsers, a list of the pages for other clients."""

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from fairlead.core.endpoint import Endpoint
 from fairlead.server import http_port
-from fairlead.server.admin import MAX_DECISIONS, Admin, AdminSources
+from fairlead.server.admin import MAX_DECISIONS, MOST_AT_ONCE, Admin, AdminSources
 from fairlead.server.http_port import MOST_CONNECTIONS, HttpPort
 
 
@@ -139,7 +139,7 @@ async def test_the_index_lists_what_exists(visitor: Visitor) -> None:
     assert (lost.status, lost.text.startswith("this is Fairlead's admin port")) == (404, True)
 
 
-async def test_readers_of_the_journal_that_stop_reading_keep_no_file_open(tmp_path: Path) -> None:
+async def test_readers_of_the_journal_that_stop_reading_hold_no_file_and_no_other_page(tmp_path: Path) -> None:
     segment = tmp_path / "a.journal"
     segment.write_bytes(bytes(16 << 20))
     admin = Admin(structs.replace(Sources().all, journal=lambda: [segment]), port=0)
@@ -156,11 +156,12 @@ async def test_readers_of_the_journal_that_stop_reading_keep_no_file_open(tmp_pa
             writer.write(b"GET /debug/journal/a.journal HTTP/1.1\r\nhost: localhost\r\n\r\n")
             readers.append(writer)
         async with asyncio.timeout(30):
-            while not opened():
+            while opened() < MOST_AT_ONCE:
                 await asyncio.sleep(0.01)
-            healthz = f"http://127.0.0.1:{admin.port}/healthz"
-            async with aiohttp.ClientSession() as visitor, visitor.get(healthz) as answer:
-                assert answer.status == 200
+            async with aiohttp.ClientSession(f"http://127.0.0.1:{admin.port}") as visitor:
+                for page, status in ("/healthz", 200), ("/debug/endpoints", 200), ("/debug/journal/a.journal", 503):
+                    async with visitor.get(page) as answer:
+                        assert answer.status == status
             for writer in readers:
                 writer.transport.abort()
             while opened():
