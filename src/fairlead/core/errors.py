@@ -4,8 +4,11 @@ from errno import EADDRINUSE, EADDRNOTAVAIL
 
 #: Beginning of the admin port's answer to paths that it does not serve, so that misdirected clients recognise it.
 ADMIN_PORT = "this is Fairlead's admin port"
-#: Why no process or thread can be started.
-PROCESS_LIMIT = "the limit of processes is reached; raise it (ulimit -u, Docker's --pids-limit, systemd's TasksMax)"
+#: Why no process or thread can be started. The system does not tell the two apart.
+PROCESS_LIMIT = (
+    "the limit of processes is reached (ulimit -u, Docker's --pids-limit, systemd's TasksMax), or that of memory "
+    "(ulimit -v); raise it"
+)
 
 
 class FairleadError(Exception):
