@@ -260,7 +260,8 @@ class Replay:
             TTFT_SLO_HEADERS[0]: f"{record.slo_ttft_ms:.15g}" if record.slo_ttft_ms else "",
             TPOT_SLO_HEADERS[0]: f"{record.slo_tpot_ms:.15g}" if record.slo_tpot_ms else "",
         }
-        return {name: value.encode(errors="replace").decode("latin-1") for name, value in said.items() if value}
+        lines = {name: " ".join(value.split()) for name, value in said.items()}  # a header has no line breaks
+        return {name: line.encode(errors="replace").decode("latin-1") for name, line in lines.items() if line}
 
     def _body(self, record: Record) -> bytes:
         fields: dict[str, Any] = {

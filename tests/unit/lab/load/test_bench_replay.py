@@ -99,6 +99,8 @@ def test_what_clients_say_in_headers_is_said_there() -> None:
     }
     (other,) = Replay([full], seed=3).calls()
     assert other.headers["x-session-id"] == "s1.3", "its prompts are other ones, too"
+    (broken,) = Replay([record("a", session="s\r\nx: 1", tenant="\n")]).calls()
+    assert broken.headers == {"x-session-id": "s x: 1"}, "no line break, with which no request could be sent"
     (bare,) = Replay([record("a")]).calls()
     assert bare.headers == {}
 
