@@ -54,7 +54,11 @@ def test_nor_on_paths_that_are_not_known(path: str) -> None:
     with pytest.raises(TransferError):
         parse_request(path, body, "application/json; charset=utf-8")
     assert parse_request(path, body, "application/octet-stream").unread == "path"
-    assert parse_request(path, json.dumps(BODIES[CHATS]).encode(), "application/json").unread == "path"
+    for content in ("hello", r"/[\u0061-\u007a]/ in JavaScript"):
+        plain = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
+        assert parse_request(path, plain, "application/json").unread == "path"
+    with pytest.raises(TransferError):
+        parse_request(path, rb'{"a": "\\", "kv\u005ftransfer_params": 1, "b": "\\u0061"}', "application/json")
 
 
 def test_nor_in_the_sampling_parameters() -> None:
