@@ -37,6 +37,13 @@ class OwnFile:
         return await self._do(partial(self._write, path, held, pieces), within_s)
 
     def release(self) -> None:
+        """Release the lock; if a disk hangs, when that ends, because the file is written until then."""
+        if self._work is not None and not self._work.done():
+            self._work.add_done_callback(lambda _: self._unlock())
+        else:
+            self._unlock()
+
+    def _unlock(self) -> None:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -47,7 +54,7 @@ class OwnFile:
             with suppress(OSError):
                 if os.path.samestat(os.fstat(self._lock), beside.stat()):
                     return 0
-            self.release()
+            self._unlock()
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = lock(beside, held)
         return 0

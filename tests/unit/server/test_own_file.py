@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,24 @@ async def test_a_disk_that_hangs_is_an_error_until_it_answers(tmp_path: Path) ->
     assert await own.write(path, "held", (b"new",), 30) == 3
     assert path.read_bytes() == b"new"
     own.release()
+
+
+async def test_a_file_that_is_still_written_is_not_released(tmp_path: Path) -> None:
+    own, other, path, disk = OwnFile(), OwnFile(), tmp_path / "file", Disk(b"old")
+    with pytest.raises(OSError, match="the disk has not answered"):
+        await own.write(path, "held", disk, 0.05)
+    own.release()
+    with pytest.raises(OSError, match="held"):
+        await other.write(path, "held", (b"theirs",), 30)
+    disk.goes_on.set()
+    async with asyncio.timeout(30):
+        while True:
+            with suppress(OSError):
+                await other.write(path, "held", (b"theirs",), 30)
+                break
+            await asyncio.sleep(0.01)
+    assert path.read_bytes() == b"theirs"
+    other.release()
 
 
 async def test_after_a_cancelled_write_the_next_one_waits(tmp_path: Path) -> None:
