@@ -96,8 +96,8 @@ class _Documents:
     """Scans documents. `begin` a chunk and `scan` its ranges; `finish` returns the bytes to pass on."""
 
     __slots__ = (
-        "_chunk", "_depth", "_escaped", "_held", "_in_value", "_kept", "_key", "_left", "_listed", "_mode",
-        "_named", "_out", "_same_length", "_shown", "found_at", "matches", "written",
+        "_chunk", "_depth", "_escaped", "_held", "_in_value", "_kept", "_key", "_left", "_mode",
+        "_named", "_out", "_same_length", "_shown", "found_at", "listed", "matches", "written",
     )  # fmt: skip
 
     def __init__(self, shown: str, same_length: bool) -> None:
@@ -119,7 +119,8 @@ class _Documents:
         self.release()
         self._mode = _START
         self._depth = 0
-        self._listed = False
+        #: Whether it is a list, so that further names may follow.
+        self.listed = False
         #: Keys are read in objects down to this depth: 1, or 2 inside a nested object.
         self._named = 1
         self._in_value = False
@@ -180,8 +181,8 @@ class _Documents:
         match = _BEGIN.search(self._chunk, position, stop)
         if match is None:
             return stop
-        if match.group() == b"[" and not self._listed:
-            self._listed = True
+        if match.group() == b"[" and not self.listed:
+            self.listed = True
             return match.end()
         self._mode = _OUT if match.group() == b"{" else _UNREAD
         self._depth = self._named = 1
@@ -212,7 +213,7 @@ class _Documents:
         elif byte in b"}]":
             self._depth -= 1
             if self._depth == 0:
-                self._mode, self._in_value = _START if self._listed else _UNREAD, False
+                self._mode, self._in_value = _START if self.listed else _UNREAD, False
             elif self._depth <= self._named:
                 self._named = min(self._named, self._depth)
                 self._in_value = True
@@ -263,7 +264,7 @@ class _Documents:
                 self._held[:] = self._shown
             self.release()
             # Of a list, further elements may follow.
-            self._mode, self._named = _OUT if self._listed else _UNREAD, 0
+            self._mode, self._named = _OUT if self.listed else _UNREAD, 0
         elif len(self._held) > _LONGEST:
             self._mode = _STRING
             self.release()
@@ -323,7 +324,8 @@ class ModelRenamer:
             end = line_end.start() if line_end else stop
             if self._line:
                 documents.scan(position, end)
-                if begun >= 0 and documents.matches == before + 1 and documents.found_at - begun <= _MAX_BEGINNING:
+                found = begun >= 0 and documents.matches == before + 1 and not documents.listed
+                if found and documents.found_at - begun <= _MAX_BEGINNING:
                     self._beginning, self._name = chunk[begun : documents.found_at], documents.written
             begun = -1
             position = end

@@ -65,6 +65,13 @@ def test_names(body: bytes, wanted: bytes) -> None:
     assert one_by_one(ModelRenamer("c", False), body) == wanted
 
 
+def test_lists_in_events_that_begin_alike() -> None:
+    one, two = b'data: [{"model":"%b","n":1}]\n\n', b'data: [{"model":"%b","n":1},{"model":"%b"}]\n\n'
+    body, wanted = (one % name + two % (name, name) for name in (b"t", b"c"))
+    assert ModelRenamer("c", True).feed(body) == wanted
+    assert one_by_one(ModelRenamer("c", True), body) == wanted
+
+
 @pytest.mark.parametrize(
     "body",
     [
