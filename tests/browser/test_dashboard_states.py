@@ -832,6 +832,8 @@ async def test_endpoints_are_found_by_the_model_that_they_list(scheduler: Schedu
     await page.until(f"{cell}.title === 'b · 10.0.0.1:8000 · Qwen/Qwen3-32B'")
     await page.run(f"{cell}.querySelector('a').click()")
     await page.until("document.getElementById('endpoint-facts').textContent.includes('Qwen/Qwen3-32B')")
+    scheduler.fleet.table.set_based(1, BaseModels(frozenset(f"model-{i:03}" for i in range(200))))
+    await page.until("document.getElementById('endpoint-facts').textContent.includes('model-005 and 194 more')")
     await page.close()
 
 

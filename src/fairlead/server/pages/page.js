@@ -8,6 +8,7 @@ import { ask } from "./search.js";
 
 const EVERY = 15000;
 const SHOWN = 20;
+const NAMES = 6;
 const TTFT = { name: "ttft", title: "Time to first token", unit: "time", least: 10, show: milliseconds };
 
 // Settings by kind. `key`: the field that identifies a row; `ask`: the parameter that names it when its history is
@@ -15,7 +16,7 @@ const TTFT = { name: "ttft", title: "Time to first token", unit: "time", least: 
 // if the table does not have it.
 const KINDS = {
   endpoint: {
-    key: "id", ask: "id", sought: "endpoint", facts: (row) => [["Address", row.address], ["Model", row.model || DASH]],
+    key: "id", ask: "id", sought: "endpoint", facts: (row) => [["Address", row.address], ["Model", few(row.model)]],
     charts: [
       { name: "load", title: "Requests there", unit: "requests", least: 4, show: count, lines: [
         { title: "running", color: "blue", dash: "solid", width: 2.5, fill: true, value: (point) => point.active },
@@ -41,6 +42,13 @@ const KINDS = {
     ],
   },
 };
+
+// A server may have hundreds of names, which would push the charts out of sight.
+function few(model) {
+  const names = model.split(", ");
+  const more = names.length > NAMES ? ` and ${count(names.length - NAMES)} more` : "";
+  return `${names.slice(0, NAMES).join(", ")}${more}` || DASH;
+}
 
 export const addressOf = (kind, id) => `#${kind}=${encodeURIComponent(id)}`;
 
