@@ -553,7 +553,9 @@ def _troubles(watch: Watch) -> Iterable[Notice]:
     for what, reason in watch.troubles.look().items():
         if what not in ("scrapes", "gateway", MODELS_OUT):  # other notices name these, and say why it is not ready
             section = next((section for name, section in _SECTIONS.items() if what.startswith(name)), "FairleadTrouble")
-            yield Notice(BAD, f"trouble {what}", "Restricted", detail=f": {reason}.", runbook=section)
+            # A second bad configuration may follow on a first one: its reason is new, and contains no changing figures.
+            text, detail = ("Restricted", f": {reason}.") if what != "configuration" else (f"Restricted: {reason}.", "")
+            yield Notice(BAD, f"trouble {what}", text, detail=detail, runbook=section)
 
 
 def _listed(rows: Sequence[EndpointRow], of: int, single: str = "endpoint") -> str:

@@ -308,6 +308,13 @@ def test_the_path_of_a_file_stays_as_it_is(scene):
     assert scene.told() == [("bad", "Restricted: tiny/learned.state cannot be written, and a restart forgets: full.")]
 
 
+def test_the_reason_of_each_unusable_configuration_is_read_out(scene):
+    reasons = iter(["fairlead.yaml:1: unknown field 'a'", "fairlead.yaml:1: unknown field 'b'"])
+    scene.watch.troubles.watch("configuration", lambda: next(reasons))
+    texts = [scene.notices()[0].text for _ in range(2)]
+    assert texts == [f"Restricted: fairlead.yaml:1: unknown field '{field}'." for field in "ab"]
+
+
 def test_the_runbook_says_what_to_do_about_restrictions(scene):
     sections = {
         "state": "FairleadTrouble",
