@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fairlead.cli.basics import DEFAULT_FILE, FAILED, WRONG_INPUT, config_file
-from fairlead.cli.options import busy, complain, examples, usable_url
+from fairlead.cli.options import busy, complain, examples, hint_of, usable_url
 
 if TYPE_CHECKING:
     from fairlead.config.schema import Config
@@ -101,5 +101,5 @@ def _examined(config: "Config", checks: "tuple[Check, ...]", urls: dict[str, str
     try:
         return run(examined())
     except CannotExamine as error:
-        complain(str(error))
+        complain(f"{error}; {hint_of(error)}" if "CERTIFICATE_VERIFY_FAILED" in str(error) else error)
         raise typer.Exit(WRONG_INPUT) from None

@@ -2,9 +2,13 @@
 
 import json
 import socket
+import ssl
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from certificates_made import make_pair
 
 from fairlead.cli.main import main
 from fairlead.doctor.checks import CHECKS
@@ -76,6 +80,25 @@ def test_what_cannot_run_is_exit_code_2(
 ) -> None:
     assert run(*(config if one == "CONFIG" else one for one in arguments)) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_a_certificate_of_an_unknown_authority_is_told_with_what_to_do(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_pair(tmp_path, "20200101000000Z", "20900101000000Z")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "tls.crt", tmp_path / "tls.key")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def shake_hands() -> None:
+            with listener.accept()[0] as connection, suppress(OSError):
+                context.wrap_socket(connection, server_side=True)
+
+        port = listener.getsockname()[1]
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(shake_hands)
+            assert run(config, "--admin", f"https://127.0.0.1:{port}") == 2
+    assert "environment variable SSL_CERT_FILE" in capsys.readouterr().err
 
 
 def test_a_configuration_with_problems_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
