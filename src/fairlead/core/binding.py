@@ -333,13 +333,13 @@ class PairBinder:
 
     @staticmethod
     def reach(waiting: Iterable[Waiting], slots: BoolColumn) -> int:
-        """How many endpoints of these slots can serve one that waits, as far as the last look-ups say."""
+        """Those of these slots (see `bits`) that can serve one that waits, as far as the last look-ups say."""
         reached, wanted = 0, bits(slots)
         for each in waiting:
             reached |= each.known.able_bits & wanted
             if reached == wanted:  # soon, and thousands may wait
                 break
-        return reached.bit_count() or int(np.count_nonzero(slots))
+        return reached
 
     def follow(self, rules: WaitingRules) -> None:
         """Use other rules from now on, also for requests that wait already."""

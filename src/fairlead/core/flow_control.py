@@ -851,15 +851,26 @@ class FlowController:
         return self.flow.expire(fleet, now)
 
     def wanted(self, slots: BoolColumn, now: float) -> int:
-        """Return how many endpoints would keep the wait below `target_s`: those of these slots, with at most `GROWTH`
-        times those that can serve what waits."""
+        """Return how many endpoints would keep the wait below `target_s`: these slots, and for each that can serve what
+        waits as many more as the longest wait of such a model asks for, at most `GROWTH` times as many in all."""
         count = int(np.count_nonzero(slots))
-        if not len(self.flow):
-            return count
-        delay = max(now - self.flow.oldest(), *self.flow.queues.drains_s(now, _MEASURED).values())
-        waiting = chain.from_iterable(band.members.values() for band in self.flow.queues.bands())
-        able = self.flow.binder.reach(waiting, slots)
-        return count - able + max(ceil(able * min(max(delay / self._target_s, 1.0), GROWTH)), 1)
+        queues, by_model = self.flow.queues, dict[str, list[Waiting]]()
+        for waiting in chain.from_iterable(band.members.values() for band in queues.bands()):
+            by_model.setdefault(waiting.request.target_model, []).append(waiting)
+        delays = queues.model_drains_s(now, _MEASURED)
+        for model, members in by_model.items():
+            delays[model] = max(delays[model], now - min(waiting.since for waiting in members))
+        reached, more = 0, 0.0
+        for model in sorted(delays, key=delays.__getitem__, reverse=True):
+            further = self.flow.binder.reach(by_model[model], slots) & ~reached
+            reached |= further
+            more += further.bit_count() * self._more(delays[model])
+        if not reached:  # it is not known which can serve it
+            more = count * self._more(max(delays.values(), default=0.0))
+        return max(count + ceil(more), 1) if delays else count
+
+    def _more(self, delay_s: float) -> float:
+        return min(max(delay_s / self._target_s, 1.0), GROWTH) - 1.0
 
     def refused(
         self, request: Request, why: Refused, now: float, client: Any = None, waiting: Waiting | None = None

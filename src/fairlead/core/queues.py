@@ -432,17 +432,23 @@ class Queues:
         drains = () if pace is None else pace.drains_s(now)
         return max((seconds for p, seconds in drains if p >= priority), default=0.0)
 
-    def drains_s(self, now: float, least: float = 0.0) -> dict[int, float]:
-        """The longest such times of all models, by band, the highest first. Paces measured with fewer than `least`
-        requests do not count."""
+    def drains_s(self, now: float) -> dict[int, float]:
+        """The longest such times of all models, by band, the highest first."""
         longest, drains = 0.0, dict.fromkeys((band.priority for band in self.bands()), 0.0)
         for pace in self._paces.values():
-            if pace.sent >= least:
-                for priority, seconds in pace.drains_s(now):
-                    drains[priority] = max(drains[priority], seconds)
+            for priority, seconds in pace.drains_s(now):
+                drains[priority] = max(drains[priority], seconds)
         for priority in drains:
             longest = drains[priority] = max(drains[priority], longest)
         return drains
+
+    def model_drains_s(self, now: float, least: float) -> dict[str, float]:
+        """Such times for all waiting requests of each target model; 0 where the pace was measured with fewer than
+        `least` requests."""
+        return {
+            model: max(seconds for _, seconds in pace.drains_s(now)) if pace.sent >= least else 0.0
+            for model, pace in self._paces.items()
+        }
 
     def next_deadline(self) -> float:
         """Return the earliest deadline in clock seconds; `inf` = there is none."""

@@ -223,6 +223,22 @@ def test_more_endpoints_are_wanted_for_a_pace_that_is_measured() -> None:
     assert shop.flow_controller.wanted(shop.fleet.table.alive, shop.now) == GROWTH
 
 
+def test_a_model_that_hardly_waits_needs_no_more_for_another_one_that_does() -> None:
+    shop = Shop()
+    for name in ("e1", "e2"):
+        shop.fleet.up(Endpoint(name, f"{name}:80", {"model-id": "other"}))
+    able = {"": np.array([True, False, False]), "other": np.array([False, True, True])}
+    shop.flow_controller.follow("p", AbleRules(lambda request, fleet, now: able[request.target_model]))
+    for _ in range(9):
+        shop.arrive()
+    shop.now += 400.0
+    shop.arrive(model="other")
+    assert len(shop.flow_controller) == 2
+    assert shop.flow_controller.wanted(shop.fleet.table.alive, shop.now) == 2 + GROWTH
+    assert shop.flow_controller.wanted(shop.fleet.table.alive, shop.now + 3.0) == 3 + GROWTH
+    assert shop.flow_controller.wanted(shop.fleet.table.alive, shop.now + 400.0) == 3 * GROWTH
+
+
 def test_endpoints_that_cannot_serve_what_waits_need_no_more() -> None:
     shop = Shop()
     for name in ("e1", "e2"):
@@ -260,7 +276,7 @@ def test_not_all_that_wait_are_looked_at_to_know_what_they_can_use() -> None:
         shop.arrive()
     binder, seen = shop.flow_controller.flow.binder, []
     members = (seen.append(waiting) or waiting for waiting in shop.flow_controller.flow.queues.members())
-    assert binder.reach(members, shop.fleet.table.alive) == 1
+    assert binder.reach(members, shop.fleet.table.alive).bit_count() == 1
     assert len(seen) == 1, "it can use all"
 
 

@@ -104,7 +104,7 @@ const QUEUES = [
   { id: "waiting", title: "Waiting", value: (row) => count(row.waiting) },
   { id: "flows", title: "Flows", value: (row) => (row.flow ? "" : count(row.flows)), hint: "Tenants and models that wait; the five with the most are listed" },
   { id: "oldest", title: "Longest wait", value: (row) => (row.waiting ? seconds(row.oldest_s) : DASH) },
-  { id: "delay", title: "Until served", value: (row) => (row.flow ? "" : row.waiting ? seconds(row.delay_s) : DASH), hint: "At the present pace; what Retry-After says" },
+  { id: "delay", title: "Until served", value: (row) => (row.flow ? "" : row.waiting ? seconds(row.delay_s) : DASH), hint: "At the present pace; requests with a shorter time limit are refused before" },
   { id: "bytes", title: "Bodies", value: (row) => bytes(row.bytes) },
   { id: "used", title: "Of its limit", value: (row) => (row.flow ? "" : percent(row.used)) },
 ];
@@ -282,7 +282,7 @@ export class Panels {
       empty("queues", 0, "Nothing waits here: every request is sent immediately, and waits at its endpoint if necessary.");
       return;
     }
-    const wanted = queues.waiting ? `, ${count(queues.wanted_endpoints)} endpoints would be enough` : "";
+    const wanted = queues.waiting ? `, ${count(queues.wanted_endpoints)} endpoints wanted` : "";
     setText($("queues-sub"), `saturation ${decimal(queues.saturation, 2)}, ${count(queues.waiting)} waiting${wanted}`);
     empty("queues", queues.bands.length, "No request has had to wait since the start.");
   }
