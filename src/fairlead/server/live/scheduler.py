@@ -503,7 +503,15 @@ def watch_gateway(
     admins = [EnvoyAdmin.from_address(each) for each in where]
     now = asyncio.get_running_loop().time
     shown = GatewayMetrics(registry, keep, len(admins), now, slow)
-    troubles.watch("gateway", shown.trouble)
+
+    def silent() -> str:
+        reason = shown.trouble()
+        for path in where if reason else ():
+            if not path.isdigit() and not os.path.exists(path):  # Envoy cannot be asked, nor does it notice new files
+                return f"{reason}: {path} is missing; if a cleaner of old files removed it, restart fairlead serve"
+        return reason
+
+    troubles.watch("gateway", silent)
     troubles.watch("issuer", shown.keyless)
 
     async def ask() -> None:

@@ -118,6 +118,17 @@ def test_who_has_no_gateway_shows_nothing() -> None:
     assert NAME not in registry.render()
 
 
+async def test_a_removed_socket_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fairlead.server.observe.component_metrics.DOWN_S", -1.0)
+    registry, path = Registry(), tmp_path / "admin.sock"
+    watch_gateway([str(path)], None, registry, troubles := Troubles(registry, time.monotonic))
+    silent = "the embedded gateway does not answer (1 of 1 Envoys)"
+    missing = f"{path} is missing; if a cleaner of old files removed it, restart fairlead serve"
+    assert troubles.look()["gateway"] == f"{silent}: {missing}"
+    path.touch()
+    assert troubles.look()["gateway"] == silent
+
+
 def test_of_two_envoys_one_falls_silent() -> None:
     registry, now = Registry(), [10.0]
     shown = GatewayMetrics(registry, None, 2, lambda: now[0])
