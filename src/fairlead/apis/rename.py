@@ -324,8 +324,8 @@ class ModelRenamer:
             end = line_end.start() if line_end else stop
             if self._line:
                 documents.scan(position, end)
-                found = begun >= 0 and documents.matches == before + 1 and not documents.listed
-                if found and documents.found_at - begun <= _MAX_BEGINNING:
+                repeatable = begun >= 0 and documents.matches == before + 1 and not documents.listed
+                if repeatable and documents.found_at - begun <= _MAX_BEGINNING:
                     self._beginning, self._name = chunk[begun : documents.found_at], documents.written
             begun = -1
             position = end
