@@ -1,8 +1,10 @@
-"""Helpers for asyncio tasks, events, callbacks and HTTP bodies."""
+"""Helpers for asyncio tasks, threads, events, callbacks and HTTP bodies."""
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:  # the supervising parent process imports this module and must stay small
@@ -20,6 +22,29 @@ async def cancelled(*tasks: "asyncio.Future[Any] | None") -> None:
     for task in begun:
         task.cancel()
     await asyncio.gather(*begun, return_exceptions=True)
+
+
+def in_own_thread(work: Callable[[], T], name: str) -> asyncio.Future[T | Exception]:
+    """Do the work in a thread of its own, which nobody waits for when the process ends, as for those of
+    `asyncio.to_thread`. The future's result is what `work` returns or raises. Raises `OSError` if no thread can be
+    started."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T | Exception] = loop.create_future()
+
+    def run() -> None:
+        result: T | Exception
+        try:
+            result = work()
+        except Exception as error:
+            result = error
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(done.set_result, result)
+
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError as error:
+        raise OSError(str(error)) from None
+    return done
 
 
 async def until_set(event: asyncio.Event, work: Coroutine[Any, Any, object]) -> None:

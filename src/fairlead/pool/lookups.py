@@ -8,10 +8,11 @@ a name service always takes longer than those who ask wait.
 
 import asyncio
 import socket
-import threading
 from collections.abc import Coroutine
-from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
+
+from fairlead.pool.aio import in_own_thread
 
 #: An answer that nobody took is kept for so many seconds.
 KEPT_S = 30.0
@@ -36,31 +37,21 @@ class Loop(asyncio.SelectorEventLoop):
         asked = (host, port, family, type, proto, flags)
         future = self._asked.get(asked)
         if future is None:
-            thread = threading.Thread(target=self._look_up, args=(asked,), name="name lookup", daemon=True)
             try:
-                thread.start()
-            except RuntimeError as error:
+                future = in_own_thread(partial(socket.getaddrinfo, *asked), "name lookup")
+            except OSError as error:
                 raise OSError(f"cannot resolve {host}: {error}") from None
-            future = self._asked[asked] = self.create_future()
+            self._asked[asked] = future
+            future.add_done_callback(partial(self._answered, asked))
         answer = await asyncio.shield(future)
         self._forget(asked, future)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    def _look_up(self, asked: _Asked) -> None:
-        answer: Any
-        try:
-            answer = socket.getaddrinfo(*asked)
-        except Exception as error:
-            answer = error
-        with suppress(RuntimeError):  # the loop is closed
-            self.call_soon_threadsafe(self._answered, asked, answer)
-
-    def _answered(self, asked: _Asked, answer: Any) -> None:
-        future = self._asked[asked]
-        future.set_result(answer)
-        self.call_later(0.0 if isinstance(answer, Exception) else KEPT_S, self._forget, asked, future)
+    def _answered(self, asked: _Asked, future: asyncio.Future[Any]) -> None:
+        kept_s = 0.0 if isinstance(future.result(), Exception) else KEPT_S
+        self.call_later(kept_s, self._forget, asked, future)
 
     def _forget(self, asked: _Asked, future: asyncio.Future[Any]) -> None:
         if self._asked.get(asked) is future:

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
+from fairlead.pool.aio import in_own_thread
 from fairlead.server.files import lock, write_whole
 
 #: Seconds after which a disk hangs; and those that it gets when the process ends, which may soon be killed.
@@ -18,14 +17,13 @@ HANGS_S, LAST_S = 30.0, 10.0
 class OwnFile:
     """A file that only one process writes: the one that has the lock beside it, until it calls `release` or ends.
 
-    Threads do the work, one after the other. The process does not wait for them when it ends, as it would for those of
-    `asyncio.to_thread`. `path` and `held`: the file, and the text of `Held`.
+    Threads do the work, one after the other (`in_own_thread`). `path` and `held`: the file, and the text of `Held`.
     """
 
     def __init__(self) -> None:
         self._lock = -1
         #: The last piece of work, also after its caller was cancelled.
-        self._work: asyncio.Future[tuple[int, Exception | None]] | None = None
+        self._work: asyncio.Future[int | Exception] | None = None
 
     async def take(self, path: Path, held: str, within_s: float) -> None:
         """Make the directory and take the lock, again if somebody removed the directory: the lock that was there would
@@ -64,29 +62,14 @@ class OwnFile:
         return write_whole(path, pieces)
 
     async def _do(self, work: Callable[[], int], within_s: float) -> int:
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(within_s):
                 while self._work is not None and not self._work.done():
                     await asyncio.wait((self._work,))
-                done: asyncio.Future[tuple[int, Exception | None]] = loop.create_future()
-                Thread(target=_done, args=(work, loop, done), name="writes a file", daemon=True).start()
-                self._work = done
-                result, error = await asyncio.shield(done)
+                self._work = in_own_thread(work, "writes a file")
+                result = await asyncio.shield(self._work)
         except TimeoutError:
             raise OSError(f"the disk has not answered for {within_s:.0f} s") from None
-        except RuntimeError as error:  # no thread can be started
-            raise OSError(str(error)) from None
-        if error is not None:
-            raise error
+        if isinstance(result, Exception):
+            raise result
         return result
-
-
-def _done(work: Callable[[], int], loop: asyncio.AbstractEventLoop, done: "asyncio.Future[Any]") -> None:
-    result: tuple[int, Exception | None] = 0, None
-    try:
-        result = work(), None
-    except Exception as error:
-        result = 0, error
-    with suppress(RuntimeError):  # the loop has ended
-        loop.call_soon_threadsafe(done.set_result, result)
