@@ -12,7 +12,7 @@ import typer
 from msgspec import Struct
 
 from fairlead.cli.basics import config_file
-from fairlead.core.text import masked, plain
+from fairlead.core.text import masked, plain, token_apart
 
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound=Struct)
@@ -336,13 +336,9 @@ def hint_of(reason: object, option: str = "--admin") -> str:
 def with_token(url: str) -> "Request":
     """A request to an admin port; `http://:TOKEN@HOST` sends the token along."""
     from urllib import request as http
-    from urllib.parse import unquote, urlsplit
 
-    parts = urlsplit(url)
-    request = http.Request(parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl())
-    if parts.password:
-        request.add_header("Authorization", f"Bearer {unquote(parts.password)}")
-    return request
+    address, headers = token_apart(url)
+    return http.Request(address, headers=headers)
 
 
 def opened(url: str, timeout_s: float) -> "HTTPResponse":

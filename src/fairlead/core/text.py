@@ -1,7 +1,9 @@
-"""Makes texts from outside safe to show: without terminal control characters, and without passwords."""
+"""Makes texts from outside safe to show: without terminal control characters, and without passwords. And takes the
+token out of a URL."""
 
 import re
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 #: DEL, C1 control characters, and invisible Unicode characters.
 _UNSEEN = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
@@ -31,3 +33,11 @@ def masked(text: str) -> str:
     """Return the text with the passwords and tokens in its URLs masked."""
     text = _QUERY.sub(r"\1***", text) if "?" in text else text
     return _PASSWORD.sub(r"\1***", text) if "@" in text else text
+
+
+def token_apart(url: str) -> tuple[str, dict[str, str]]:
+    """Return `http://:TOKEN@HOST` as the URL without what comes before the @, and the headers that send the token.
+    Raises `ValueError` if it is no URL."""
+    parts = urlsplit(url)
+    headers = {"Authorization": f"Bearer {unquote(parts.password)}"} if parts.password else {}
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl(), headers

@@ -6,7 +6,7 @@ import ssl
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote, urlsplit
 
 import msgspec
 from msgspec import Struct, structs
@@ -20,7 +20,7 @@ from fairlead.config.endpoint_list import Listed, parse_endpoints_text
 from fairlead.config.schema import Config
 from fairlead.core.endpoint import Endpoint, Sample, host_port
 from fairlead.core.errors import FairleadError
-from fairlead.core.text import masked
+from fairlead.core.text import masked, token_apart
 from fairlead.doctor.http import TIMEOUT, Answer, Client, Unreached, speaks_tls, trusting_only
 from fairlead.gateway.ports import dialled
 from fairlead.pool.aio import cancelled
@@ -91,18 +91,6 @@ async def tried(asked: Awaitable[Answer]) -> Answer | Unreached:
         return error
 
 
-def _key_apart(url: str) -> tuple[str, dict[str, str]]:
-    """The URL of a gateway without the key in it, and the headers that send the key."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return url, {}  # the check `asking` reports that
-    if not parts.password:
-        return url, {}
-    without = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-    return without, {"Authorization": f"Bearer {unquote(parts.password)}"}
-
-
 class CannotExamine(FairleadError):
     """There is nothing to examine; the message says what to do."""
 
@@ -121,10 +109,13 @@ class Site:
     ) -> None:
         """`admin`: URL of a running scheduler's admin port; empty = as configured, and the scheduler need not run.
         `gateway`: URL for clients, with a key if it asks for one (`http://:KEY@HOST`); empty = not to be examined.
-        `gateway_admin`: URL of Envoy's admin page; empty = as
-        configured for the embedded gateway."""
+        `gateway_admin`: URL of Envoy's admin page; empty = as configured for the embedded gateway."""
         self.config = config
-        self.gateway, self.gateway_headers = _key_apart(gateway.rstrip("/"))
+        self.gateway, self.gateway_headers = gateway.rstrip("/"), dict[str, str]()
+        with contextlib.suppress(ValueError):  # the check `asking` reports that
+            address, headers = token_apart(self.gateway)
+            if headers:
+                self.gateway, self.gateway_headers = address, headers
         own = config.gateway.admin_port if config.gateway.mode == "embedded" else 0
         self._gateway_admin_given = bool(gateway_admin)
         self.upstream_token = TokenFile(config.gateway.upstream_token_file)
