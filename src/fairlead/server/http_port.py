@@ -24,6 +24,7 @@ import logging
 import os
 import re
 import socket
+from codecs import BOM_UTF8
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from functools import partial
 from ipaddress import ip_address
@@ -62,7 +63,7 @@ logging.getLogger("aiohttp.server").addFilter(_is_ours)
 
 def read_tokens(file: Path) -> list[bytes]:
     """The tokens in a file, one per line; other lines are empty or begin with `#`. Raises `OSError`."""
-    lines = map(bytes.strip, file.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines())
+    lines = map(bytes.strip, file.read_bytes().removeprefix(BOM_UTF8).splitlines())
     return [line for line in lines if line and not line.startswith(b"#")]
 
 
