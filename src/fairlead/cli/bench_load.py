@@ -101,22 +101,21 @@ class Load(msgspec.Struct, kw_only=True):
 def build(options: LoadOptions) -> Load:
     """The load for these options. Raises ConfigError for invalid ones, TraceError or OSError for an unreadable file."""
     _check(options)
-    source = _listed(options)
+    source, requests = _listed(options), options.requests or (0 if options.seconds else DEFAULT_REQUESTS)
     if source is None:
         _endless(options, "")
-        records, requests = None, options.requests or (0 if options.seconds else DEFAULT_REQUESTS)
     else:
-        records = source.records[: options.requests or None]
-        requests = len(records)
-        if not records:
+        source = cut(source, options.requests or len(source))
+        requests = len(source)
+        if not requests:
             raise ConfigError("the workload holds no request", "--workload")
     arrivals: OpenLoop | ClosedLoop | Turns
     if options.closed:
         arrivals = ClosedLoop(workers=options.closed)
         when = f"closed loop of {options.closed}"
-    elif source is not None and records is not None and _has_own_times(options):
+    elif source is not None and _has_own_times(options):
         speedup, thinks = options.speedup or 1.0, source.dispatch == "think"
-        arrivals = Turns(records, speedup) if thinks else Recorded(records, speedup)
+        arrivals = Turns(source.records, speedup) if thinks else Recorded(source.records, speedup)
         when = "turns after answers" if thinks else "at its own times"
         when += f", {speedup:g} times as fast" if speedup != 1 else ""
     else:
@@ -126,7 +125,7 @@ def build(options: LoadOptions) -> Load:
         requests=requests,
         seconds=options.seconds,
         described=f"{Path(options.workload).name}, {when}",
-        records=records,
+        records=None if source is None else source.records,
         options=options,
     )
 
