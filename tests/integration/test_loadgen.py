@@ -376,6 +376,28 @@ async def test_turns_wait_for_the_answer_before_and_a_pause(at_once: int) -> Non
     assert all(min(abs(at - 0.03 - record.end) for record in result.records) < 1e-6 for at in later)
 
 
+async def test_a_client_that_gives_up_disconnects() -> None:
+    left = 0
+
+    async def slow(reader: Reader, writer: Writer) -> None:
+        nonlocal left
+        while True:
+            if b'"max_tokens":1,' not in await read_request(reader):
+                left += not await reader.read(1)
+                return
+            writer.write(OK)
+
+    records = [
+        Record(id=str(number), in_tokens=8, out_tokens=number, cancel_after_ms=50.0 if number > 1 else 10_000.0)
+        for number in (1, 2, 3)
+    ]
+    async with serving(slow) as server:
+        result = await run(server.target, Replay(records), ClosedLoop(workers=1), Options(requests=3))
+    assert reasons(result) == {"": 1, "cancelled": 2}
+    assert left == 2
+    assert all(0.05 <= record.e2e() < 1.0 for record in result.records[1:])
+
+
 async def test_the_hard_bound_ends_a_run_and_forgets_no_request() -> None:
     async def silent(reader: Reader, writer: Writer) -> None:
         await reader.read()

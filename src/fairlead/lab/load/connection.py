@@ -10,7 +10,7 @@ Rules
 Values of `Record.error`: `status_<code>` (not 2xx) · `body_error_<code>` (an error inside a 200) · `sse_incomplete`
 (stream without `[DONE]`) · `connect_<errno>` · `reset` · `closed_before_response` · `closed_in_headers` · `short_body`
 · `chunked_unterminated` · `malformed` · `extra_bytes` · `timeout` · `time_limit` (in flight at the run's hard time
-bound) · `not_sent` (scheduled, but still held back then)."""
+bound) · `not_sent` (scheduled, but still held back then) · `cancelled` (given up, as the workload says)."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ from fairlead.core.endpoint import host_port
 from fairlead.core.errors import ConfigError
 from fairlead.core.request import Usage
 from fairlead.lab.load.reactor import READABLE, WRITABLE, Reactor
-from fairlead.lab.load.spec import Histogram, Options, Record
+from fairlead.lab.load.spec import CANCELLED, Histogram, Options, Record
 from fairlead.lab.load.workload import Call
 from fairlead.pool.http1 import MalformedMessage, ResponseReader
 
@@ -360,6 +360,12 @@ class Client:
         connection = self._take_connection()
         self._busy[record.index] = connection, done
         connection.start(record, message, self._address)
+        if call.patience_s:
+            self.loop.call_at(record.scheduled + call.patience_s, self._give_up, record)
+
+    def _give_up(self, record: Record) -> None:
+        if record.index in self._busy:
+            self._busy[record.index][0].abort(CANCELLED, monotonic())
 
     def abort(self, error: str) -> None:
         """End every request in flight with `error`."""

@@ -3,7 +3,7 @@
 Rules
 * `failed` counts all requests without success, including shed requests (429, 503), which `shed` also shows separately:
   a router that sheds one request in seven looks fast. Latencies are of successful requests only, so read them together
-  with `failed`.
+  with `failed`. Requests that the client gave up are only `cancelled`: the workload says so, not the server.
 * Latencies count from the scheduled arrival. `send_lag_ms` shows how late the generator itself was. A run whose p99 is
   above `LAG_MS` is not `valid`: it has measured the generator, or `max_in_flight`, and not only the server.
 * Token counts are those reported by the servers, `None` if there is no report at all; `usage_missing` counts successes
@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from rich.table import Table
 
-from fairlead.lab.load.spec import Record, RunResult
+from fairlead.lab.load.spec import CANCELLED, Record, RunResult
 
 Summary = dict[str, Any]
 Time = Literal["wall", "model"]
@@ -41,7 +41,8 @@ def summarise(
     """
     ratio = result.time_ratio if time == "model" else 1.0
     records = result.records
-    good = [record for record in records if not record.error]
+    stayed = [record for record in records if record.error != CANCELLED]
+    good = [record for record in stayed if not record.error]
     duration = result.duration_s * ratio
     lag = _spread([record.sent - record.scheduled for record in records if record.sent])
     return {
@@ -50,9 +51,10 @@ def summarise(
         "time": time,
         "time_ratio": result.time_ratio,
         "requests": len(records),
+        "cancelled": len(records) - len(stayed),
         "succeeded": len(good),
-        **_failures(records),
-        "success_rate": len(good) / len(records) if records else None,
+        **_failures(stayed),
+        "success_rate": len(good) / len(stayed) if stayed else None,
         "cut_by_time_limit": result.cut,
         "duration_s": duration,
         "requests_per_s": _rate(len(good), duration),
@@ -61,7 +63,7 @@ def summarise(
         "tpot_ms": _spread([gap * ratio for record in good if (gap := tpot(record)) is not None]),
         "itl_ms": _gaps(result, ratio),
         **_tokens(good, duration),
-        **_goodput(records, ratio, duration, slo_ttft_ms, slo_tpot_ms),
+        **_goodput(stayed, ratio, duration, slo_ttft_ms, slo_tpot_ms),
         "send_lag_ms": lag,
         "valid": (lag["p99"] or 0.0) <= LAG_MS,
         "client": {"cpu_s": result.cpu_s, "cpu_us_per_request": result.cpu_s / len(records) * 1e6 if records else None},
@@ -201,6 +203,8 @@ def _rows(summaries: Sequence[Summary]) -> Iterable[tuple[str, list[str]]]:
         return label, values
 
     yield row("requests", "requests")
+    if any(summary["cancelled"] for summary in summaries):
+        yield row("cancelled by the client", "cancelled")
     yield row("failed", "failed")
     yield row("  of these shed with 429", "shed", "429")
     yield row("  of these shed with 503", "shed", "503")

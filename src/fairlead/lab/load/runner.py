@@ -22,7 +22,7 @@ import msgspec
 
 from fairlead.lab.load.connection import Client
 from fairlead.lab.load.reactor import Alarm, Reactor
-from fairlead.lab.load.spec import Options, Progress, Record, RunResult
+from fairlead.lab.load.spec import CANCELLED, Options, Progress, Record, RunResult
 from fairlead.lab.load.workload import Call, ClosedLoop, OpenLoop, Turns, Workload
 
 #: Requests sent before the loop can read responses again.
@@ -204,7 +204,7 @@ class _Load:
 
     def _take_result(self, record: Record, now: float) -> None:
         self.last_end = max(self.last_end, now)
-        if record.error:
+        if record.error and record.error != CANCELLED:
             self._failed += 1
         if self.cut:
             return

@@ -61,6 +61,10 @@ class Histogram(msgspec.Struct):
         return _SHORTEST * exp((index + 0.5) * _STEP)
 
 
+#: `Record.error` of a request that its client gave up, as the workload says. It counts as neither failed nor answered.
+CANCELLED = "cancelled"
+
+
 class Record(msgspec.Struct, gc=False):
     """The times and results of one request."""
 

@@ -112,6 +112,8 @@ class Call(msgspec.Struct, frozen=True):
     group: int = -1
     #: Answers that it asks for.
     n: int = 1
+    #: Seconds after which the client gives up; 0 = never.
+    patience_s: float = 0.0
 
 
 class Workload(Protocol):
@@ -249,7 +251,8 @@ class Replay:
 
     def calls(self) -> Iterator[Call]:
         for record in self._records:
-            yield Call(body=self._body(record), path=CHAT_PATH, headers=self._headers(record), n=record.n)
+            patience_s = record.cancel_after_ms * 1e-3
+            yield Call(body=self._body(record), headers=self._headers(record), n=record.n, patience_s=patience_s)
 
     def _headers(self, record: Record) -> dict[str, str]:
         session = f"{record.session}.{self._seed}" if record.session and self._seed else record.session

@@ -10,7 +10,7 @@ from rich.console import Console
 from fairlead.core.errors import ConfigError
 from fairlead.lab.load.plots import log_axis, plot, plot_run
 from fairlead.lab.load.report import Summary, figure, percent, summarise, table
-from fairlead.lab.load.spec import Histogram, Options, Record, RunResult
+from fairlead.lab.load.spec import CANCELLED, Histogram, Options, Record, RunResult
 
 
 def record(index: int, ttft: float, tokens: int = 11, **fields: Any) -> Record:
@@ -75,6 +75,14 @@ def test_failures_are_counted_by_reason_and_leave_latency_alone() -> None:
     assert summary["failed_by_reason"]["timeout"] == 2
     assert summary["shed"] == {"429": 1, "503": 2}
     assert summary["ttft_ms"]["p99"] == pytest.approx(100)
+
+
+def test_a_request_that_its_client_gave_up_has_not_failed() -> None:
+    summary = summarise(result(record(0, 0.1), Record(1, 0.0, sent=0.001, error=CANCELLED), failures()[0]))
+    assert [summary[name] for name in ("requests", "cancelled", "failed")] == [3, 1, 1]
+    assert (summary["success_rate"], summary["goodput"]) == (0.5, 0.5)
+    shown = [[cell.strip() for cell in line.split("│")[1:3]] for line in show(summary).splitlines()]
+    assert ["cancelled by the client", "1"] in shown
 
 
 def test_model_time_scales_durations_and_rates() -> None:
