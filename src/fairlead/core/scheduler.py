@@ -875,9 +875,10 @@ class Pipeline:
             flow = self.flow_controller
             return [] if flow is None else self._sent_away(flow.fired(event.name, self.fleet, now), T.TIMED_OUT, now)
         if self.flow_controller is not None:
-            if len(self.requests) <= COUNTED_AT_ONCE:
-                self.flow_controller.flow.relax()
-            if self.flow_controller.flow.draining:
+            control = self.flow_controller.flow
+            if len(self.requests) <= COUNTED_AT_ONCE and not control.deserted(self.fleet):
+                control.relax()
+            if control.draining:
                 self._drained(self.flow_controller)
         if self.parking is not None and not (self.parking.remotes or len(self.parking)):
             self.parking = None

@@ -13,6 +13,7 @@ from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.flow_control import DEADLINE_TIMER, DISPATCH_TIMER, GAP, JUDGED, TEST_GAP, TEST_GROWTH, TEST_S
 from fairlead.core.instructions import Hold, Instruction, Reject, Route, SetTimer
 from fairlead.core.request import Request
+from fairlead.core.scheduler import EXPIRY_TIMER
 from fairlead.testing import SimClock
 
 FLOW = "flowControl: {{ttl: 590s, noEndpointTtl: {ttl}, saturation: {{type: concurrency-detector, maxConcurrency: 1}}}}"
@@ -181,6 +182,12 @@ def test_requests_wait_for_servers_that_all_refuse() -> None:
         (number, "b") for number in (2, 3, 4, 5)
     ]
     assert pool.arrive() == [Route]
+
+
+def test_requests_wait_also_after_a_while_in_which_none_came() -> None:
+    pool = Outage("1m")
+    pool.fires(EXPIRY_TIMER)
+    assert pool.arrive() == [Hold]
 
 
 def test_servers_whose_pages_alone_fail_get_requests() -> None:
