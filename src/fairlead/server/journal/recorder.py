@@ -11,6 +11,7 @@ Rules
 
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 from msgspec import Struct
@@ -74,6 +75,14 @@ class Recorder:
             self._squeeze(now, what)
         else:
             waiting.append((now, what))
+
+    @property
+    def oldest(self) -> float:
+        """The clock seconds of the oldest record that waits for the thread; inf = none waits."""
+        try:
+            return self.waiting[0][0]
+        except IndexError:
+            return inf
 
     def close(self) -> None:
         """Record nothing from now on."""

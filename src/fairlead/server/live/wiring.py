@@ -70,6 +70,7 @@ from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.log import get
 from fairlead.server.observe.tracing import Tracing, make_provider
 from fairlead.server.observe.watch import POOL, Watch
+from fairlead.server.own_file import HANGS_S
 from fairlead.server.replicas import RUN_DIGITS, Facts, Own, Replicas, split_via
 from fairlead.server.replicas_files import FileReplicas
 from fairlead.server.replicas_valkey import ValkeyReplicas
@@ -154,6 +155,11 @@ class LiveJournal:
         except OSError as error:
             raise ConfigError(f"cannot write to {settings.path}: {error.strerror or error}", "$.journal.path") from None
         self._writer = writer
+
+    def hung(self) -> str:
+        """Why records wait; empty = none waits for long."""
+        waits_s = self._outer.time() - self.recorder.oldest
+        return f"the journal's disk has not answered for {waits_s:.0f} s; records wait" if waits_s > HANGS_S else ""
 
     def close(self) -> None:
         if self._writer is not None:

@@ -29,6 +29,9 @@ from fairlead.server.journal import writer as writer_module
 from fairlead.server.journal.recorder import Recorder
 from fairlead.server.journal.records import LOST, Segment
 from fairlead.server.journal.writer import Directory, Writer, former_workers, label, segments
+from fairlead.server.live.wiring import LiveJournal
+from fairlead.server.observe.exposition import Registry
+from fairlead.testing import SimClock
 
 
 def made(path: Path, recorder: Recorder, *, keep: bool = False, size: int = 200_000, segment: int = 20_000) -> Writer:
@@ -212,6 +215,19 @@ def test_who_does_not_keep_up_loses_a_stretch_and_says_so(tmp_path: Path) -> Non
     items = list(one_run(tmp_path).items())
     assert [body.request_id for kind, _, body in items if kind != LOST] == [*range(100), *range(150, 160)]
     assert [(index, body.records) for index, (kind, _, body) in enumerate(items) if kind == LOST] == [(100, 50)]
+
+
+def test_a_disk_that_hangs_is_said_while_few_records_wait(tmp_path: Path) -> None:
+    clock = SimClock(100.0)
+    config = load(f"gateway: none\nendpoints: ['10.0.0.1:8000']\njournal: {{path: {tmp_path}}}\n")
+    journal = LiveJournal(config, clock, "run", Random(1), Registry())
+    for _ in range(2):
+        journal.recorder.take(clock.time(), StreamLost(1))
+        assert journal.hung() == ""
+        clock.advance(20.0)
+    assert journal.hung() == "the journal's disk has not answered for 40 s; records wait"
+    journal.recorder.waiting.clear()
+    assert journal.hung() == ""
 
 
 def test_a_full_disk_costs_records_and_is_said_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
