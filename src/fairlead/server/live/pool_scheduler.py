@@ -201,7 +201,7 @@ class PoolScheduler:
             failing = "records of the journal are lost: its disk fails or is full, a segment was removed, or another"
             failing += " scheduler writes there; the log says which"
             troubles.lately("journal", lambda: counts.errors + counts.unwritten, failing)
-            troubles.watch("journal-disk", self.core.journal.hung)
+            troubles.watch("disk", self.core.journal.hung)
             strange = "records of the journal are lost: they cannot be encoded; the log says which"
             troubles.lately("journal-encoding", lambda: counts.unencoded, strange)
             troubles.lately("journal-speed", lambda: counts.dropped, "the journal does not keep up; records are lost")
