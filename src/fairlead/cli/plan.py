@@ -298,15 +298,15 @@ def _recorded(live: str, last_s: float, spec: "ScenarioSpec") -> "tuple[Scenario
 @contextmanager
 def _journal(source: str) -> Iterator[Path]:
     """The journal's directory; for an admin port, a copy of the newest segments. Raises `ValueError` or `OSError`."""
-    from tempfile import TemporaryDirectory
-
     import msgspec
+
+    from fairlead.gateway.directories import temporary_directory
 
     if not source.startswith(("http://", "https://")):
         yield Path(source)
         return
     page = f"{usable_url(source, '--live')}/debug/journal"
-    with TemporaryDirectory(prefix="fairlead-plan-") as folder:
+    with temporary_directory("fairlead-plan-") as folder:
         try:
             listed = msgspec.json.decode(
                 fetched(page, source, "journal", option="--live"), type=dict[str, list[tuple[str, int]]]
@@ -316,12 +316,10 @@ def _journal(source: str) -> Iterator[Path]:
                 left -= size
                 if left < 0 and left + size < _MOST_FETCHED:
                     break
-                (Path(folder) / Path(name).name).write_bytes(
-                    fetched(f"{page}/{name}", source, "journal", 60.0, "--live")
-                )
+                (folder / Path(name).name).write_bytes(fetched(f"{page}/{name}", source, "journal", 60.0, "--live"))
         except (msgspec.DecodeError, KeyError):
             raise ValueError(f"{source}: {OTHER_PORT}") from None
-        yield Path(folder)
+        yield folder
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import os
 import shlex
 import signal
 import sys
-import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fairlead.core.errors import FairleadError
+from fairlead.gateway.directories import temporary_directory
 from fairlead.gateway.envoy.launcher import tied
 from fairlead.gateway.ports import obstacle
 from fairlead.lab.load import report
@@ -358,8 +358,8 @@ async def run(plan: Plan, console: Console, check: bool = False) -> dict[str, di
 
 
 async def _run_policy(plan: Plan, policy: str, look: Callable[[LoadProgress], None]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="fairlead-demo-") as folder:
-        endpoints, config = Path(folder, "endpoints.yaml"), Path(folder, "fairlead.yaml")
+    with temporary_directory("fairlead-demo-") as folder:
+        endpoints, config = folder / "endpoints.yaml", folder / "fairlead.yaml"
         config.write_text(plan.config(policy, endpoints), encoding="utf-8")
         ports = plan.replica_ports
         stub = Child(

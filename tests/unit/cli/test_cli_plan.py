@@ -1,6 +1,7 @@
 """`fairlead plan` as a user calls it. The runs are tiny."""
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,14 @@ def test_what_does_not_answer_is_no_wrong_input(tmp_path: Path) -> None:
     done = call("plan", "--live", "http://127.0.0.1:1")
     assert done.exit_code == 1
     assert "does not answer" in done.stderr and "(--live)" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_the_copy_of_a_journal_that_a_killed_run_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / "fairlead-plan-killed_1"
+    left.mkdir(mode=0o700)
+    (left / "1.journal").touch()
+    call("plan", "--live", "http://127.0.0.1:1")
+    assert not left.exists()
