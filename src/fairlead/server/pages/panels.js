@@ -173,7 +173,7 @@ export class Panels {
     this.models = new Table($("model-rows"), { caption: "Models", columns: MODELS, key: (row) => row.model });
     this.queues = new Table($("queue-rows"), { caption: "Queues by band and tenant", columns: QUEUES, key: (row) => (row.flow ? `${row.priority}\n${row.tenant}\n${row.model}` : String(row.priority)) });
     this.shadows = new Table($("shadow-rows"), { caption: "Shadow policies", columns: SHADOWS, key: (row) => row.name });
-    this.decisions = new Table($("decision-rows"), { caption: "Last decisions", columns: DECISIONS, key: (row) => row.id });
+    this.decisions = new Table($("decision-rows"), { caption: "Last decisions", columns: DECISIONS, keeps: true, key: (row) => row.id });
     this.pages = [["endpoint", ENDPOINTS], ["model", MODELS]].map(([kind, columns]) => new Page(kind, columns,
       new Table($(`${kind}-decisions`), { caption: `Last decisions for this ${kind}`, columns: DECISIONS.filter(({ id }) => id !== "model" || kind !== id), key: (row) => row.id })));
     this.search = new Search((found) => this.showDecisions(found));

@@ -3,14 +3,15 @@
 // A column: { id, title, hint, text, value(row), sort(row), fill(cell, row) }. `value` returns a text, or { text, kind }
 // with a class of the style sheet as kind. `fill` fills the cell itself. `sort` makes the column sortable. The texts of
 // columns with `name` or `long` are cut in the middle, each by itself if `text` is a list. The column with `name` is the
-// title of a card.
+// title of a card. `keeps`: the focused row stays, as the last one, when it is not in the data any more.
 
 import { make, setAttribute, setClass, setName, setText } from "./dom.js";
 
 export class Table {
-  constructor(container, { caption, columns, key, cards = true, sortBy = "", descending = false }) {
+  constructor(container, { caption, columns, key, cards = true, keeps = false, sortBy = "", descending = false }) {
     this.columns = columns;
     this.key = key;
+    this.keeps = keeps;
     this.sortBy = sortBy;
     this.descending = descending;
     this.limit = Infinity;
@@ -86,6 +87,7 @@ export class Table {
       before = line;
     }
     for (const key of left) {
+      if (this.keeps && this.rows.get(key).contains(focused)) continue;
       this.rows.get(key).remove();
       this.rows.delete(key);
     }
