@@ -5,6 +5,7 @@
 * Between `<!-- tabs -->` and `<!-- /tabs -->` each `**Title**` on a line of its own begins a tab.
 * The words behind a fence's language are for the tests (`sh run`, `yaml fragment`, `python file=mine.py`); only the
   name of a file is shown.
+* The theme's search dialog gets a name, which screen readers say.
 """
 
 import re
@@ -71,3 +72,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     parts = _CODE.split(_LINK.sub(link, markdown))
     parts[::2] = [_LIST.sub(r"\g<text>\n\n", part) for part in parts[::2]]
     return _TABS.sub(tabs, _FENCE.sub(fence, "".join(parts)))
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """The search dialog, as said above."""
+    dialog = 'data-md-component="search" role="dialog"'
+    return output.replace(dialog, f'{dialog} aria-label="Search"', 1)

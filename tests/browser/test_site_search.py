@@ -20,6 +20,7 @@ async def test_search_finds_a_word_in_the_site_as_files(browser: Browser, tmp_pa
     await asyncio.to_thread(subprocess.run, command, cwd=ROOT, check=True, timeout=300)
     page = await browser.page(f"file://{site}/faq.html")
     await page.call("Emulation.setFocusEmulationEnabled", enabled=True)
+    assert await page.run("document.querySelector('[role=dialog]').ariaLabel") == "Search"
     await page.run(f"{QUERY}.focus(), 0")
     await page.call("Input.insertText", text="runner-up")
     await page.until(
