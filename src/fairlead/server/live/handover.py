@@ -58,7 +58,7 @@ class Handover:
         self.page = url + self.path
         self._states = states
         self._woken = asyncio.Event()
-        #: This replica leads, or has led, and its files say so.
+        #: This replica has taken over, and has not begun to lead anew since: its files say what the last leader knew.
         self._tells = False
         #: The files of the last leader by pool, as last read, and its page.
         self._read: dict[str, bytes] = {}
@@ -71,23 +71,24 @@ class Handover:
             raise web.HTTPNotFound
         return await send_file(request, state.path, READ_S)
 
-    def changed(self) -> None:
+    def changed(self, leading: bool) -> None:
+        if leading:  # another one may have led since this one did
+            self._tells = False
         self._woken.set()
 
     async def run(self, elector: Elector) -> None:
         async with aiohttp.ClientSession() as session:
-            led, pause_s, taken_over = False, 0.0, ""
+            pause_s, taken_over = 0.0, ""
             while True:
                 await set_within(self._woken, pause_s)
                 self._woken.clear()
                 began, leads, former = asyncio.get_running_loop().time(), elector.leading, elector.former
-                if not (leads and led) and former.acquired != taken_over:
+                if not (leads and self._tells) and former.acquired != taken_over:
                     await self._look(session, former.page)
-                if leads and not led:  # one that began to lead meanwhile reads once more
+                if leads and not self._tells:  # one that began to lead meanwhile reads once more
                     await self._inherit()
                     await self.prepare()
                     self._tells, taken_over = True, former.acquired
-                led = leads
                 took_s = asyncio.get_running_loop().time() - began
                 intervals = [state.settings.interval for state in self._states().values()]
                 pause_s = max(*intervals, 1.0, took_s / _BUSY) if intervals else 1.0

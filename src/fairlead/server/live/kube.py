@@ -181,7 +181,7 @@ class KubeLink:
         for publisher in self.publishers.values():
             publisher.lead(leading)
         if self._handover is not None:
-            self._handover.changed()
+            self._handover.changed(leading)
         self._metrics.leader.child(self._lease).set(leading)
         self._standby = "" if leading else f"standby: {holder or 'nobody'} leads"
         self._judge()

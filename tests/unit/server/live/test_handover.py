@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -72,7 +73,7 @@ class Replica:
 
     def lead(self, leading: bool = True) -> None:
         self.elector.leading = leading
-        self.handover.changed()
+        self.handover.changed(leading)
 
     async def status(self, url: str = "") -> int:
         """The status of this replica's page, or of another URL."""
@@ -98,6 +99,16 @@ class Replica:
             await asyncio.gather(self.task, return_exceptions=True)
         await self.admin.close()
         await self.file.close()
+
+
+@asynccontextmanager
+async def silent_page() -> AsyncIterator[str]:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(silent, "127.0.0.1") as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/learned/x"
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -150,14 +161,10 @@ async def test_a_leader_that_cannot_be_reached_tells_nothing(two: tuple[Replica,
 
 
 async def test_a_leader_that_hangs_is_not_waited_for_once_a_pool(tmp_path: Path) -> None:
-    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        writer.close()
-
     standby = await Replica(tmp_path, "c.state", "pool 0").start()
     standby.states.update({f"pool {number}": standby.file for number in range(1, 8)})
-    async with await asyncio.start_server(silent, "127.0.0.1") as server:
-        standby.follow(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/learned/x")
+    async with silent_page() as page:
+        standby.follow(page)
         standby.lead()
         async with asyncio.timeout(4 * SILENT_S):
             await standby.takes_over()
@@ -201,6 +208,20 @@ async def test_a_standby_tells_only_what_it_has_taken_over(two: tuple[Replica, R
     leader.lead()
     await asyncio.sleep(0.5)
     assert leader.knows(1)
+
+
+async def test_who_led_long_ago_tells_nothing_before_it_has_taken_over_again(two: tuple[Replica, Replica]) -> None:
+    first, _ = two
+    async with silent_page() as page:
+        first.lead(False)
+        first.follow(page, acquired="2026-01-02T00:00:00.000000Z")
+        assert await first.status() == 200, "the next leader reads it now"
+        first.lead()
+        assert await first.status() == 404
+        first.lead(False)
+        assert await first.status() == 404, "whoever led meanwhile must not read it"
+        first.lead()
+        await first.takes_over()
 
 
 @pytest.mark.parametrize(
