@@ -19,7 +19,7 @@ from fairlead.core.errors import ConfigError, FairleadError, Unavailable
 from fairlead.core.events import EndpointUp
 from fairlead.gateway.envoy.clusters import EndpointsFile, PoolWriter
 from fairlead.gateway.envoy.gateway import Plan
-from fairlead.gateway.envoy.process import CONFIG
+from fairlead.gateway.envoy.process import CONFIG, UNWATCHED
 from fairlead.server import embedded
 from fairlead.server.embedded import (
     check_ports,
@@ -278,5 +278,11 @@ async def test_a_pool_that_was_removed_is_written_again(tmp_path: Path, monkeypa
             await asyncio.sleep(0.01)
         file.unlink()
         while not file.exists():
+            await asyncio.sleep(0.01)
+        (tmp_path / UNWATCHED).touch()
+        while "removed and made again" not in pool.problem:
+            await asyncio.sleep(0.01)
+        (tmp_path / UNWATCHED).unlink()
+        while pool.problem:
             await asyncio.sleep(0.01)
     pool.close()

@@ -14,6 +14,7 @@ from fairlead.core.headers import DESTINATION, FALLBACK, OWN_NAMESPACE
 from fairlead.gateway.envoy.authentication import JWKS, JWKS_CA, followed_secret
 from fairlead.gateway.envoy.options import Address, Jwt, Options, Tls, parse_address, parse_endpoint, replace_watched
 from fairlead.gateway.envoy.parts import Json, extension, from_file, typed
+from fairlead.gateway.envoy.process import UNWATCHED
 from fairlead.gateway.ext_proc import LB_NAMESPACE
 
 # The pool as a file that Envoy watches (endpoint discovery from a file, EDS).
@@ -30,6 +31,10 @@ _COALESCE, _AT_LATEST = 0.02, 0.25
 #: Seconds until a file that could not be written is tried again, and one that was written is looked for.
 CHECK_S = 1.0
 
+_UNWATCHED = (
+    "the gateway's directory was removed and made again: until fairlead serve is restarted, the gateway notices no"
+    " change of endpoints and keys; keep cleaners of old files away"
+)
 _ASSIGNMENT = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
 
 
@@ -97,7 +102,8 @@ class PoolWriter:
         self._due: asyncio.TimerHandle | None = None
         #: When the changes so far are written at the latest, in the loop's time; 0 = there are none.
         self._latest = 0.0
-        #: Why the newest pool could not be written; empty = it was.
+        self._unwatched = path.with_name(UNWATCHED)
+        #: Why the gateway does not have the newest pool; empty = it has.
         self.problem = ""
 
     def changed(self, event: EndpointUp | EndpointDown) -> None:
@@ -125,7 +131,7 @@ class PoolWriter:
         self._due = asyncio.get_running_loop().call_later(CHECK_S, self._write)
         try:
             self._file.write(self._by_id.values())
-            self.problem = ""
+            self.problem = _UNWATCHED if self._unwatched.exists() else ""
         except OSError as error:
             if not self.problem:
                 log.error("the gateway's endpoints cannot be updated, it keeps the old ones: %s", error)

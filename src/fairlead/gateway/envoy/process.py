@@ -33,6 +33,8 @@ CONFIG, LAST_CONFIG = "config.yaml", "last-config.yaml"
 NAMES = "names.json"
 #: The current listeners, and those to open when clients may connect.
 LISTENERS, LISTENERS_LATER = "listeners.json", "listeners-later.json"
+#: Is in a directory that was removed and made again: Envoys that run watch the old one and notice nothing in the new.
+UNWATCHED = "unwatched"
 #: The prefix of the metrics of the client listener.
 STAT_PREFIX = LISTENER
 _ACTIVE = rf"^http\.{STAT_PREFIX}\.downstream_rq_active$"
@@ -156,6 +158,7 @@ class GatewayProcess:
     def _before_restart(self, number: int) -> None:
         (self._directory / ADMIN_SOCKET.format(number)).unlink(missing_ok=True)
         self.write_again()
+        (self._directory / UNWATCHED).unlink(missing_ok=True)
 
     def write_again(self) -> None:
         """Write files again that somebody has removed, as cleaners of /tmp do. The first scheduler that runs brings the
@@ -164,7 +167,9 @@ class GatewayProcess:
             if not path.exists():
                 log.warning("%s was removed, and is written again; keep cleaners away from it", path)
                 with contextlib.suppress(OSError):
-                    self._directory.mkdir(mode=0o700, exist_ok=True)
+                    if not self._directory.exists():
+                        self._directory.mkdir(mode=0o700)
+                        (self._directory / UNWATCHED).touch()
                     self._take_lock()  # it may be another directory by now
                     path.write_bytes(content)
 
