@@ -547,7 +547,7 @@ class Ledger:
         so as lost, but no longer as queued: another request may test the endpoint."""
         if not lease.unshown:
             lease.unshown = True
-            self.first_token(lease)
+            Ledger.first_token(self, lease)  # no progress of which others are told
 
     def own_accounting(self, slot: int) -> None:
         """Set the effective columns from our own leases only, because the last scrape is too old."""

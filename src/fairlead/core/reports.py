@@ -202,7 +202,7 @@ class Reports:
             part = [lease for lease in leases[begin : begin + PART_LEASES] if lease.held]
             charged += [_charge(lease, endpoints, now) for lease in part]
             numbers += [lease.number for lease in part]
-            pending += [lease.number for lease in part if lease.pending]
+            pending += [lease.number for lease in part if lease.pending or _untold(lease)]
             yield b""
         message = Snapshot(
             VERSION,
@@ -310,6 +310,10 @@ def _age(seconds: float) -> int:
     return int(max(seconds, 0.0) / AGE_UNIT)
 
 
+def _untold(lease: Lease) -> bool:
+    return lease.unshown and lease.first_token_at < 0.0
+
+
 class ReportingLedger(Ledger):
     """A ledger that reports own leases. Leases of peers have no number and are not reported."""
 
@@ -317,7 +321,7 @@ class ReportingLedger(Ledger):
 
     def first_token(self, lease: Lease, now: float | None = None) -> bool:
         seen = super().first_token(lease, now)
-        if seen and lease.number:
+        if (seen or lease.unshown) and lease.number:
             self.reports.first_token(lease, lease.charged_at if now is None else now)
         return seen
 

@@ -16,12 +16,14 @@ from fairlead.core.events import (
     GatewayAnswered,
     MetricsSampled,
     PeerHeard,
+    PeerSnapshot,
     RequestArrived,
     RequestMoved,
     ResponseEnded,
     StreamLost,
     TimerFired,
 )
+from fairlead.core.facts import read_batch
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Record, Route, SetTimer
 from fairlead.core.ledger import IDLE_SECONDS, IDLE_SECONDS_PENDING, Lease
@@ -262,6 +264,42 @@ def test_what_a_peer_told_of_before_it_died_is_no_hang_unless_the_page_shows_it(
     for _ in range(25):
         rig.step()
     assert rig.suspicion("e0") == (OUT_OF_USE if runs else WELL)
+
+
+def test_what_a_hung_server_does_not_show_is_no_progress_for_peers() -> None:
+    """The server in front of the engine holds requests that the page does not show. Each scheduler stops to count its
+    own ones, so that the server is tested. Peers are told of first tokens alone."""
+    fleets = SharedFleet(), SharedFleet()
+    rigs = [Rig(1, fleet) for fleet in fleets]
+
+    def snapshot() -> PeerSnapshot:
+        *_, made = fleets[0].reports.snapshot()
+        return PeerSnapshot("peer", made)
+
+    def steps(seconds: float) -> None:
+        for _ in range(round(seconds / SCRAPE)):
+            for rig in rigs:
+                rig.step()
+            rigs[1].feed(PeerHeard("peer", fleets[0].reports.batch(rigs[0].clock.now)))
+
+    for rig in rigs:
+        rig.warm()
+        idle(rig)
+    fleets[0].reports.batch(rigs[0].clock.now)
+    rigs[1].feed(snapshot())
+    for rig in rigs:
+        rig.hung.add("e0")
+        rig.send()
+    steps(4.0)
+    assert [[record.level for record in rig.told] for rig in rigs] == [["suspect", "out"]] * 2
+    assert [lease.pending for lease in fleets[0].ledger] == [False]
+    joined = Rig(1)
+    joined.feed(snapshot())
+    assert [lease.pending for lease in joined.fleet.ledger] == [True]
+    rigs[0].hung.clear()
+    rigs[0].step()
+    told = read_batch(fleets[0].reports.batch(rigs[0].clock.now))
+    assert (len(told.first_tokens), len(told.ended)) == (1, 1)
 
 
 def test_a_long_prefill_is_no_hang() -> None:
