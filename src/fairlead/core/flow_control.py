@@ -817,7 +817,7 @@ class FlowController:
         bound = None if self.flow.overdue(now) else self.flow.dispatch(fleet, now)
         if bound is not None:
             instructions += send(bound, now)
-        if self._eviction is not None and not self.flow.more:
+        if self._eviction is not None and not self.flow.more and not self.flow.deserted(fleet):
             victims = self._eviction.victims(self.flow, fleet, now)
             for lease in victims:
                 priority = lease.request.priority

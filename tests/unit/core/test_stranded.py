@@ -11,7 +11,7 @@ from fairlead.core import events as ev
 from fairlead.core.binding import LOOKUPS, PairBinder
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.flow_control import DEADLINE_TIMER, DISPATCH_TIMER, GAP, JUDGED, TEST_GAP, TEST_GROWTH, TEST_S
-from fairlead.core.instructions import Hold, Instruction, Reject, Route, SetTimer
+from fairlead.core.instructions import Evict, Hold, Instruction, Reject, Route, SetTimer
 from fairlead.core.request import Request
 from fairlead.core.scheduler import EXPIRY_TIMER
 from fairlead.testing import SimClock
@@ -137,8 +137,8 @@ def test_in_an_empty_pool_nobody_is_stranded_before_all_are() -> None:
 class Outage:
     """Two endpoints that stop answering, after a request that failed there."""
 
-    def __init__(self, ttl: str, status: int = 503) -> None:
-        flow = f"flowControl: {{ttl: 590s, noEndpointTtl: {ttl}}}"
+    def __init__(self, ttl: str, status: int = 503, more: str = "") -> None:
+        flow = f"flowControl: {{ttl: 590s, noEndpointTtl: {ttl}{more}}}"
         self.clock = SimClock()
         self.pipeline = build_pipeline(load(flow, need_endpoints=False), self.clock, Random(1))
         self._ids = 0
@@ -154,12 +154,14 @@ class Outage:
     def feed(self, event: ev.Event) -> list[Instruction]:
         found = self.pipeline.handle(event)
         self.pipeline.validate()
-        return [one for one in found if isinstance(one, Route | Reject | Hold)]
+        return [one for one in found if isinstance(one, Route | Reject | Hold | Evict)]
 
-    def arrive(self) -> list[type]:
+    def arrive(self, priority: int = 0) -> list[type]:
         self._ids += 1
-        now = self.clock.time()
-        request = Request(id=self._ids, arrived=now, api="chat", prompt_tokens=10, max_tokens=10, stream=True)
+        request = Request(
+            id=self._ids, arrived=self.clock.time(), api="chat", prompt_tokens=10, max_tokens=10, stream=True,
+            priority=priority,
+        )  # fmt: skip
         return [type(one) for one in self.feed(ev.RequestArrived(request))]
 
     def answers(self, name: str) -> list[Instruction]:
@@ -203,6 +205,18 @@ def test_servers_whose_pages_alone_fail_get_requests() -> None:
     assert len(pool.feed(ev.FirstTokenSeen(request_id=3))) == 1, "a good answer ends the wait when it begins"
     pool.feed(ev.ResponseEnded(request_id=3, status=200))
     assert pool.arrive() == [Route]
+
+
+def test_no_answer_is_cut_off_for_requests_that_wait_until_servers_answer() -> None:
+    pool = Outage("1m", status=200, more=", eviction: {}")
+    assert pool.arrive(priority=-1) == [Route]
+    pool.feed(ev.FirstTokenSeen(request_id=2))
+    pool.clock.advance(0.1)
+    assert pool.arrive() == [Route]
+    pool.feed(ev.ResponseEnded(request_id=3, status=503))
+    assert pool.arrive() == [Hold]
+    pool.clock.advance(0.5)
+    assert pool.fires(DISPATCH_TIMER) == []
 
 
 def test_an_outage_is_tested_like_the_first_although_nobody_waited_when_that_was_over() -> None:
