@@ -82,7 +82,7 @@ def test_rules_fire_and_keep_silent_as_written(promtool: str, path: Path, tmp_pa
 
 #: Alerts as published, those about damage that lasts, and one that says that something has not happened.
 OTHERS = {"HighTTFT", "LowCacheHitRate", "EPPHighLatency", "FairleadJournalLoses", "FairleadKvEventsLost"}
-OTHERS |= {"FairleadKvFeedSilent"}
+OTHERS |= {"FairleadKvFeedSilent", "FairleadGatewayCrashes"}
 
 
 def test_windows_outlast_rare_events_and_missed_scrapes_and_end_before_the_alert_fires() -> None:

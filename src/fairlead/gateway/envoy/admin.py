@@ -25,6 +25,8 @@ _TIMEOUT = 2.0
 _UNSCHEDULED = r"^cluster\.all_endpoints(_grpc)?\.upstream_rq_total$"
 #: Percentage of the heap limit in use (`Options.max_heap`).
 _HEAP = r"^overload\.envoy\.resource_monitors\.fixed_heap\.pressure$"
+#: Seconds since its start, as of up to five seconds ago.
+_UPTIME = r"^server\.uptime$"
 _HEALTHY = r"^cluster\.ext_proc\.membership_healthy$"
 #: Fetches of the issuer's keys that failed, for each filter that needs them; and servers with a certificate that the
 #: gateway does not trust.
@@ -45,6 +47,8 @@ class Vitals(NamedTuple):
     #: Fetches of the issuer's keys that failed, and how often the server's certificate was why.
     key_failures: int = 0
     untrusted: int = 0
+    #: Seconds since the start.
+    uptime: int = 0
 
 
 class EnvoyAdmin:
@@ -100,7 +104,7 @@ class EnvoyAdmin:
         """The counters; `None` if Envoy does not answer."""
         try:
             async with asyncio.timeout(_PATIENCE):
-                values = await self.stats("|".join((_UNSCHEDULED, _HEAP, _KEYS_FAIL, _UNTRUSTED)))
+                values = await self.stats("|".join((_UNSCHEDULED, _HEAP, _KEYS_FAIL, _UNTRUSTED, _UPTIME)))
         except (TimeoutError, OSError):
             return None
 
@@ -112,6 +116,7 @@ class EnvoyAdmin:
             heap=total("overload.") / 100,
             key_failures=total("http."),
             untrusted=total("cluster.jwks."),
+            uptime=total("server."),
         )
 
     async def asks_scheduler(self, count: int = 1) -> bool:

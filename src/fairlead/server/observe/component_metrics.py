@@ -253,6 +253,8 @@ class GatewayMetrics:
         #: The sum of the last counts of all Envoys that died, and the last count of each present Envoy.
         self._before, self._last = self._kept(envoys)
         self._unscheduled, self._heap = Readings("counter"), Readings("gauge")
+        #: How often an Envoy was replaced, as far as this process saw it; the last uptime of each.
+        self._restarts, self._uptimes = 0, [0] * envoys
         #: Of each Envoy, the last counts of fetches of the issuer's keys that failed, and of certificates of its server
         #: that were refused.
         self._failures: dict[int, tuple[int, int]] = {}
@@ -263,6 +265,8 @@ class GatewayMetrics:
         registry.show("fairlead_gateway_heap_ratio", text, self._heap)
         text = "0 while an Envoy of the embedded gateway does not answer; else 1."
         registry.follow("gauge", "fairlead_gateway_up", text, lambda: int(not self.trouble()))
+        text = "Times that an Envoy of the embedded gateway ended, with all its requests, and was started again."
+        registry.follow("counter", "fairlead_gateway_restarts_total", text, lambda: self._restarts)
 
     def trouble(self) -> str:
         """Why the gateway is in trouble: an Envoy does not answer; empty = all answer, as far as one can tell. While
@@ -293,6 +297,8 @@ class GatewayMetrics:
         if not known:
             return
         for number, each in known.items():
+            self._restarts += each.uptime < self._uptimes[number]
+            self._uptimes[number] = each.uptime
             failures = each.key_failures, each.untrusted
             if number not in self._failures:  # a scheduler that died may have reported them
                 for name, count in zip(_FAILURES, failures, strict=True):

@@ -140,6 +140,14 @@ def test_of_two_envoys_one_falls_silent() -> None:
         assert b"\nfairlead_gateway_up %d\n" % (not text) in registry.render()
 
 
+def test_each_envoy_that_was_started_again_is_counted() -> None:
+    registry = Registry()
+    shown = GatewayMetrics(registry, None, 2, lambda: 10.0)
+    for first, second, count in ((60, 5, 0), (65, 10, 0), (0, 15, 1), (5, None, 1), (0, 0, 3)):
+        shown.take([None if uptime is None else Vitals(0, 0.0, uptime=uptime) for uptime in (first, second)])
+        assert b"\nfairlead_gateway_restarts_total %d\n" % count in registry.render()
+
+
 def test_a_slow_scheduler_says_so_and_does_not_blame_the_gateway() -> None:
     registry, now, slow = Registry(), [10.0], [0.0]
     took = histograms("policy", bounds=(0.1,))
