@@ -161,7 +161,8 @@ async def test_an_endpoint_whose_answers_fail_is_named(world: Any, told: Told) -
     here = [{"id": "127.0.0.1:9", "address": "127.0.0.1:9"}]
     metrics = "".join(f'fairlead_endpoint_out{{endpoint="{why}-1",why="{why}"}} 1\n' for why in ("fails", "hangs"))
     found = await examined(world, await told(metrics, here), "scheduler")
-    assert [(each.code, each.where) for each in found.findings] == [("scheduler.failing", ("fails-1",))]
+    named = {(each.code, each.where) for each in found.findings}
+    assert named == {("scheduler.failing", ("fails-1",)), ("scheduler.hanging", ("hangs-1",))}
 
 
 async def test_what_the_scheduler_says_of_itself_is_a_finding(world: Any, told: Told) -> None:

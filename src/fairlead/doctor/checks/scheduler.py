@@ -61,6 +61,11 @@ FAILING = Kind(
     "read the model server's log; restart it or take it out", "docs/runbook.md#fairleadendpointfails",
 )  # fmt: skip
 ERRORS = Kind(
+HANGING = Kind(
+    "scheduler.hanging", Severity.CRITICAL, "an endpoint hangs: its requests make no progress",
+    "look at its engine process and GPU; restart it", "docs/runbook.md#fairleadendpointhangs",
+)  # fmt: skip
+_OUT = {"fails": (FAILING, "several answers in a row failed"), "hangs": (HANGING, "requests wait there in vain")}
     "scheduler.errors", Severity.ERROR, "more than 5 % of the requests failed",
     "the evidence names the codes; the runbook has the cause of each", "docs/runbook.md#fairleaderrorshigh",
 )  # fmt: skip
@@ -177,8 +182,9 @@ async def scheduler(site: Site) -> list[Finding]:
     findings = [*await _ready(site), *await _metrics(site), *await _pool(site), *await _hidden(site)]
     findings += [*await _troubles(site), *await _alone(site)]
     for labels, _ in await site.metric("fairlead_endpoint_out"):
-        if labels.get("why") == "fails":
-            findings.append(FAILING.at(labels.get("endpoint", ""), "several answers in a row failed"))
+        if labels.get("why") in _OUT:
+            kind, evidence = _OUT[labels["why"]]
+            findings.append(kind.at(labels.get("endpoint", ""), evidence))
     for labels, count in await site.metric("fairlead_plugin_errors_total"):
         if count:
             findings.append(PLUGINS.at(labels.get("plugin_name", ""), f"{count:g} times since the start"))
