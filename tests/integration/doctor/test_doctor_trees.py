@@ -22,7 +22,7 @@ def codes(examination: Examination) -> set[str]:
 
 @pytest.fixture
 async def told() -> AsyncIterator[Told]:
-    """`await told(metrics, endpoints)` starts the pages; gives their URL."""
+    """`await told(metrics, endpoints)` starts the pages; gives their URL. `later`: the metrics from the second time."""
     servers: list[TestServer] = []
 
     async def start(
@@ -37,13 +37,17 @@ async def told() -> AsyncIterator[Told]:
         decided: bool = False,
         port: int | None = None,
         token: str = "",
+        later: str = "",
     ) -> str:
+        pages = [later or metrics, metrics]
+
         async def page(request: web.Request) -> web.Response:
             given = request.headers.get("Authorization", "")
             if token and given != "Basic " + b64encode(f":{token}".encode()).decode():
                 return web.Response(status=401, text="a token is needed\n")
             if request.path == "/metrics":
-                return web.Response(text=metrics, status=500 if "failed" in metrics else 200)
+                text = pages.pop() if len(pages) > 1 else pages[0]
+                return web.Response(text=text, status=500 if "metrics failed" in text else 200)
             if request.path == "/debug/endpoints":
                 pool = request.query.get("pool", "")
                 if several and not pool:
@@ -155,6 +159,19 @@ async def test_many_requests_that_fail_are_named(world: Any, told: Told, failed:
     assert codes(report) == found
     for finding in report.findings:
         assert finding.evidence == "7 of 100 requests since the start: ModelServerError 6, Internal 1"
+
+
+async def test_requests_that_fail_now_are_named_after_weeks_without_failures(world: Any, told: Told) -> None:
+    here = [{"id": "127.0.0.1:9", "address": "127.0.0.1:9"}]
+    counts = ((1_000_000, 0), (1_000_040, 8), (1_000_080, 10), (1_000_120, 10))
+    pages = [
+        f'llm_d_epp_request_total{{model_name="m"}} {asked}\n'
+        f'llm_d_epp_request_error_total{{model_name="m",error_code="ModelServerError"}} {failed}\n'
+        for asked, failed in counts
+    ]
+    for first, now, evidence in ((0, 1, "8 of 40 requests just now: ModelServerError 8"), (1, 2, ""), (2, 3, "")):
+        report = await examined(world, await told(pages[first], here, later=pages[now]), "scheduler")
+        assert [each.evidence for each in report.findings] == [evidence] * bool(evidence)
 
 
 async def test_an_endpoint_whose_answers_fail_is_named(world: Any, told: Told) -> None:

@@ -1,5 +1,6 @@
 """Checks of a running scheduler: whether it is ready and fast, spreads load, and finds cached prompts."""
 
+import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Hashable
 from math import inf
@@ -9,9 +10,9 @@ from statistics import median
 from msgspec import Struct, ValidationError, convert
 
 from fairlead.core.endpoint import ROLE_LABEL
-from fairlead.doctor.http import Unreached
+from fairlead.doctor.http import Answer, Unreached
 from fairlead.doctor.run import Finding, Kind, Severity, check
-from fairlead.doctor.site import Row, Site, tried
+from fairlead.doctor.site import Row, Site, series, tried
 
 _SLOWNESS = "docs/runbook.md#epphighlatency"
 _UNEVEN = "docs/runbook.md#load-is-uneven"
@@ -60,12 +61,12 @@ FAILING = Kind(
     "scheduler.failing", Severity.ERROR, "an endpoint fails its requests, and is tried every few seconds",
     "read the model server's log; restart it or take it out", "docs/runbook.md#fairleadendpointfails",
 )  # fmt: skip
-ERRORS = Kind(
 HANGING = Kind(
     "scheduler.hanging", Severity.CRITICAL, "an endpoint hangs: its requests make no progress",
     "look at its engine process and GPU; restart it", "docs/runbook.md#fairleadendpointhangs",
 )  # fmt: skip
 _OUT = {"fails": (FAILING, "several answers in a row failed"), "hangs": (HANGING, "requests wait there in vain")}
+ERRORS = Kind(
     "scheduler.errors", Severity.ERROR, "more than 5 % of the requests failed",
     "the evidence names the codes; the runbook has the cause of each", "docs/runbook.md#fairleaderrorshigh",
 )  # fmt: skip
@@ -91,6 +92,8 @@ _MANY = 0.01
 #: The share of failed requests above which there is a finding, and the `error_code`s of failures not caused by clients.
 _MANY_FAIL = 0.05
 _FAILURES = ("ModelServerError", "ServiceUnavailable", "Internal")
+#: Seconds of which the failures count on their own, if there are more than so many.
+_LOOK_S, _FEW = 2.0, 2
 
 
 async def _ready(site: Site) -> list[Finding]:
@@ -154,13 +157,29 @@ async def _notes(site: Site) -> list[str]:
     return [line.removeprefix("- ") for line in lines if line.startswith("- ")]
 
 
-async def _errors(site: Site, asked: float) -> list[Finding]:
-    counted = await _sums(site, "llm_d_epp_request_error_total", "error_code")
-    failed = Counter({code: int(counted[code]) for code in _FAILURES if counted[code]})
-    if failed.total() <= _MANY_FAIL * asked:
+async def _errors(site: Site) -> list[Finding]:
+    """Of a scheduler that has run for weeks, the requests since its start say little about now."""
+    before, asked_before = _failed(await tried(site.admin("/metrics")))
+    await asyncio.sleep(_LOOK_S)
+    failed, asked = _failed(await site.metrics_now())
+    lately = failed - before
+    if failed.total() > _MANY_FAIL * asked:
+        when = "since the start"
+    elif lately.total() > max(_FEW, _MANY_FAIL * (asked - asked_before)):
+        failed, asked, when = lately, asked - asked_before, "just now"
+    else:
         return []
     codes = ", ".join(f"{code} {count}" for code, count in failed.most_common())
-    return [ERRORS.at("", f"{failed.total()} of {asked:g} requests since the start: {codes}")]
+    return [ERRORS.at("", f"{failed.total()} of {asked:g} requests {when}: {codes}")]
+
+
+def _failed(page: Answer | Unreached) -> tuple[Counter[str], float]:
+    """The failures not caused by clients, by code, and all requests."""
+    failed = Counter[str]()
+    for labels, count in series(page, "llm_d_epp_request_error_total"):
+        if labels.get("error_code") in _FAILURES:
+            failed[labels["error_code"]] += int(count)
+    return +failed, sum(count for _, count in series(page, "llm_d_epp_request_total"))
 
 
 async def _alone(site: Site) -> list[Finding]:
@@ -190,7 +209,7 @@ async def scheduler(site: Site) -> list[Finding]:
             findings.append(PLUGINS.at(labels.get("plugin_name", ""), f"{count:g} times since the start"))
     unscheduled = sum(count for _, count in await site.metric("fairlead_fallback_requests_total"))
     asked = sum(count for _, count in await site.metric("llm_d_epp_request_total"))
-    findings += await _errors(site, asked)
+    findings += await _errors(site)
     if unscheduled > _MANY * (unscheduled + asked):
         findings.append(FALLBACKS.at("gateway", f"{unscheduled:g} of {unscheduled + asked:g} requests since the start"))
     return findings
