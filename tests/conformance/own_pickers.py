@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from check_picker import Result, judge
 from gw_http1 import Http1
