@@ -178,8 +178,8 @@ async def test_tls_is_verified(server: ValkeyServer, tmp_path: Path) -> None:
         url = f"valkeys://localhost:{cable.port}"
         trusting, doubting = Teller("a", url, ca_file=str(certificate)), Teller("b", url)
         async with running(trusting, doubting):
-            assert not trusting.replicas.problem
-            assert "certificate" in doubting.replicas.problem.lower()
+            # Time that runs out on a busy machine is a problem, too, until the next try.
+            await until(lambda: "certificate" in doubting.replicas.problem.lower() and not trusting.replicas.problem)
     context.load_verify_locations(certificate)
     context.verify_mode = ssl.CERT_REQUIRED
     async with Cable(server, context) as cable:

@@ -35,7 +35,7 @@ def little(monkeypatch):
     # On a busy machine a fast stub's first tokens are seen far apart; how long things took is not looked at here. And a
     # pause may be longer than a whole answer.
     monkeypatch.setattr(tune_probe, "TOGETHER", 1e6)
-    monkeypatch.setattr(tune_probe, "SLOT_TRIES", 20)
+    monkeypatch.setattr(tune_probe, "SLOT_TRIES", 200)
 
 
 def test_metrics_are_fetched_as_the_scheduler_does_by_default():
@@ -78,8 +78,9 @@ async def test_each_probe_is_observed_and_says_what_it_is(little):
     assert seen[-1] == (22, 22, "done")
 
 
-async def test_the_servers_slots_are_found(little):
+async def test_the_servers_slots_are_found(little, monkeypatch):
     """A page does not tell them, and a group that is larger does not decode together."""
+    monkeypatch.setattr(tune_probe, "SLOT_TRIES", 20)
     async with StubPool(msgspec.structs.replace(CONFIG, max_num_seqs=3)) as pool:
         found = Kept()
         await probe(await asked(pool), found)
