@@ -114,15 +114,24 @@ class Fleet:
         #: The requests that failed last, where the endpoint was not avoided already: clock seconds, slot, `_prompt` and
         #: `_kind`.
         self._failed = deque[tuple[float, int, tuple[int, ...], tuple[str, str, bool]]](maxlen=FAILED)
+        #: Clock seconds of the last page, or in times of trouble the last answer, and of the last request that failed,
+        #: of whatever endpoint, also one that has left; -inf = there was none.
+        self.good_at = self._failed_at = -inf
         #: By slot: clock seconds until which the endpoint is avoided, reported by other schedulers and found by us.
         self._avoided: dict[int, list[float]] = {}
 
     def up(self, endpoint: Endpoint, listing: bool = False) -> list[Lease]:
         """Add or change an endpoint. If its address changed, release the leases at the old one and return them.
-        `listing`: the list of models of a new endpoint is about to be read."""
-        slot = self.table.slot(endpoint.id)
+        `listing`: the list of models of a new endpoint is about to be read. One that comes while none is reachable is
+        not either, before it answers."""
+        slot, lost, leases = self.table.slot(endpoint.id), self.unreachable, list[Lease]()
+        old = None if slot is None else self.table.endpoints[slot]
+        if old is not None and old.address != endpoint.address:
+            leases, slot = self.down(endpoint.id), None
         if slot is None:
             slot = self._join(endpoint)
+            if lost:
+                self._lost(slot, SCRAPES_LOST)
             self.table.set_based(slot, NOT_READ if listing else NOT_LISTED)
             self.table.set_distance(slot, self.topology.ms(endpoint.labels))
             self.table.free_cache[slot] = self.prefix.free(slot)
@@ -130,11 +139,6 @@ class Fleet:
                 self.exact.add_slot(slot)
             self._looks_like(slot)
             self.stalls.reset(slot)
-            return []
-        old = self.table.endpoints[slot]
-        if old is not None and old.address != endpoint.address:
-            leases = self.down(endpoint.id)
-            self.up(endpoint, listing)
             return leases
         self.table.replace(slot, endpoint)
         self.table.set_distance(slot, self.topology.ms(endpoint.labels))
@@ -224,7 +228,7 @@ class Fleet:
         table.sampled(slot, sample)
         if table.failures[slot]:
             self._lost(slot, 0.0)
-        table.sampled_at[slot] = now
+        table.sampled_at[slot] = self.good_at = now
         if sample.adapters is not None:
             table.set_adapters(slot, sample.adapters)
             table.set_max_adapters(slot, _gauge(sample.max_adapters, 0.0))
@@ -386,15 +390,8 @@ class Fleet:
         table = self.table
         if not table.troubled or np.count_nonzero(table.alive & (table.failures < SCRAPES_LOST)):
             return False
-        failed = float(table.ejected_until.max()) - EJECT_SECONDS
-        if self._failed:
-            failed = max(failed, self._failed[-1][0])
-        return failed > self.good_at and not any(lease.first_token_at > failed for lease in self.ledger)
-
-    @property
-    def good_at(self) -> float:
-        """Clock seconds of the last page or good answer; -inf = there was none."""
-        return max(float(self.table.sampled_at.max(initial=-inf)), self._answered[-1][0] if self._answered else -inf)
+        failed = self._failed_at
+        return failed > self.good_at and not any(lease.first_token_at >= failed for lease in self.ledger)
 
     def answered(self, slot: int, ok: bool, now: float, own: bool = True, blame: float = 1.0) -> None:
         """Count a response that ended. After `ERRORS_TO_EJECT` failures in a row, policies avoid the endpoint for
@@ -402,13 +399,15 @@ class Fleet:
         `blame`: how much a failure counts.
         """
         table = self.table
-        if not blame:
-            return
         if ok:
+            self.good_at = now
             if table.errors[slot]:
                 table.errors[slot] = 0
                 self._broken_off.pop(slot, None)
                 self.avoid(slot, -inf)
+            return
+        self._failed_at = now
+        if not blame:
             return
         known = table.errors[slot]
         table.errors[slot] = blame + (known if known < ERRORS_TO_EJECT else ERRORS_TO_EJECT - 1)

@@ -192,6 +192,29 @@ def test_requests_wait_also_after_a_while_in_which_none_came() -> None:
     assert pool.arrive() == [Hold]
 
 
+@pytest.mark.parametrize(
+    "event",
+    [ev.EndpointDown("a"), ev.EndpointUp(Endpoint("a", "10.0.0.8:80")), ev.EndpointUp(Endpoint("c", "10.0.0.9:80"))],
+    ids=["leaves", "moves", "comes"],
+)
+def test_while_no_server_answers_one_that_comes_or_leaves_ends_no_wait(event: ev.Event) -> None:
+    pool = Outage("1m")
+    assert [pool.arrive() for _ in range(4)] == [[Hold]] * 4
+    assert pool.feed(event) == pool.fires(DISPATCH_TIMER) == []
+    names = [endpoint.id for _, endpoint in pool.pipeline.fleet.table.slots()]
+    back = pool.answers(names[-1]) + [one for _ in range(3) for one in pool.fires(DISPATCH_TIMER)]
+    assert [one.endpoint.id for one in back if isinstance(one, Route)] == names[-1:] * 4
+
+
+def test_a_request_that_another_server_answers_keeps_nobody_waiting() -> None:
+    pool = Outage("1m", status=200)
+    assert pool.arrive() == [Route]
+    (lease,) = pool.pipeline.fleet.ledger
+    pool.feed(ev.RequestMoved(2, (B if lease.endpoint_id == "a" else A).address, first_token=True))
+    pool.fails("a", "b")
+    assert pool.arrive() == [Route]
+
+
 def test_servers_whose_pages_alone_fail_get_requests() -> None:
     pool = Outage("1m", status=200)
     assert pool.arrive() == [Route]
