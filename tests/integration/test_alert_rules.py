@@ -163,6 +163,7 @@ def test_dashboards_are_what_grafana_reads(promtool: str, path: Path, tmp_path: 
 
 
 QUIET = {"llm_d_epp_request_total": "0+60x20", "fairlead_flow_waiting_requests": "0x20"}
+READY = {"llm_d_epp_ready_endpoints": "3x20"}
 BYPASS = "Served without asking, refused, failed plugins"
 FALLBACKS = 'fairlead_fallback_requests_total{endpoint="a"}'
 
@@ -184,9 +185,11 @@ TTFT = {
     for streaming, le, values in (("true", 1, "0+60x20"), ("true", "+Inf", "0+60x20"), ("false", "+Inf", "0+60x20"))
 }
 PANELS: list[tuple[str, dict[str, str], float | dict[str, float]]] = [
-    ("Errors", {}, 0.0),
-    ("Errors", {"llm_d_epp_request_total": "0x20", "llm_d_epp_request_error_total": "0x20"}, 0.0),
-    ("Errors", QUIET, 0.0),
+    # Without any scheduler nobody knows of errors.
+    ("Errors", {}, {}),
+    ("Errors", READY, 0.0),
+    ("Errors", READY | {"llm_d_epp_request_total": "0x20", "llm_d_epp_request_error_total": "0x20"}, 0.0),
+    ("Errors", READY | QUIET, 0.0),
     ("Errors", QUIET | {"llm_d_epp_request_error_total": "0+30x20"}, 0.5),
     ("Waiting by priority", QUIET, 0.0),
     ("Waiting by priority", QUIET | {'llm_d_epp_flow_control_queue_size{priority="0"}': "7x20"}, 7.0),
@@ -198,6 +201,12 @@ PANELS: list[tuple[str, dict[str, str], float | dict[str, float]]] = [
     ("Queue limits in use", {'llm_d_epp_flow_control_capacity_utilization_requests{priority="0"}': "0.5x20"}, 0.5),
     # `fairlead indexer` counts blocks under the same names, and `other` are names that clients make up.
     ("Prefix cache hit rate", by_two("kv_cache_hit_total{", "0x20") | HITS, 0.5),
+    (
+        "Hit rate by model",
+        by_two('kv_cache_lookup_total{model_name="m"', "0+60x20", "0+180x20")
+        | by_two('kv_cache_hit_total{model_name="m"', "0+60x20", "0x20"),
+        {'{model_name="m"}': 0.25},
+    ),
     # What several schedulers say of the pool is said once; a feed counts if it is connected to all of them.
     ("Endpoints with fresh metrics", by_two('llm_d_epp_ready_endpoints{name="p"', "3x20", "2x20"), 3.0),
     ("Feeds connected", by_two('fairlead_kv_feed_connected{endpoint="a",rank="0"', "1x20", "1x20"), 1.0),
