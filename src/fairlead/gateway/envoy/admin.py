@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -27,6 +27,8 @@ _UNSCHEDULED = r"^cluster\.all_endpoints(_grpc)?\.upstream_rq_total$"
 _HEAP = r"^overload\.envoy\.resource_monitors\.fixed_heap\.pressure$"
 #: Seconds since its start, as of up to five seconds ago.
 _UPTIME = r"^server\.uptime$"
+#: All answers to clients, by class.
+_ANSWERS = r"^http\.gateway\.downstream_rq_[2-5]xx$"
 _HEALTHY = r"^cluster\.ext_proc\.membership_healthy$"
 #: Fetches of the issuer's keys that failed, for each filter that needs them; and servers with a certificate that the
 #: gateway does not trust.
@@ -35,6 +37,7 @@ _UNTRUSTED = r"^cluster\.jwks\.ssl\.fail_verify_(error|san)$"
 _POOL = r"^cluster\.all_endpoints\.membership_total$"
 #: Seconds to wait for the counters of a gateway that does not answer.
 _PATIENCE = 0.5
+_VITALS = (_UNSCHEDULED, _HEAP, _KEYS_FAIL, _UNTRUSTED, _UPTIME, _ANSWERS)
 
 
 class Vitals(NamedTuple):
@@ -49,6 +52,8 @@ class Vitals(NamedTuple):
     untrusted: int = 0
     #: Seconds since the start.
     uptime: int = 0
+    #: Answers to clients by class: 2xx to 5xx.
+    answers: Mapping[str, int] = {}
 
 
 class EnvoyAdmin:
@@ -104,9 +109,11 @@ class EnvoyAdmin:
         """The counters; `None` if Envoy does not answer."""
         try:
             async with asyncio.timeout(_PATIENCE):
-                values = await self.stats("|".join((_UNSCHEDULED, _HEAP, _KEYS_FAIL, _UNTRUSTED, _UPTIME)))
+                values = await self.stats("|".join(_VITALS))
         except (TimeoutError, OSError):
             return None
+
+        answers = {name[-3:]: values.pop(name) for name in [*values] if "downstream_rq" in name}
 
         def total(*begin: str) -> int:
             return sum(value for name, value in values.items() if name.startswith(begin))
@@ -117,6 +124,7 @@ class EnvoyAdmin:
             key_failures=total("http."),
             untrusted=total("cluster.jwks."),
             uptime=total("server."),
+            answers=answers,
         )
 
     async def asks_scheduler(self, count: int = 1) -> bool:

@@ -3,6 +3,7 @@
 Most values are read whenever the metrics page is rendered.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -253,8 +254,9 @@ class GatewayMetrics:
         #: The sum of the last counts of all Envoys that died, and the last count of each present Envoy.
         self._before, self._last = self._kept(envoys)
         self._unscheduled, self._heap = Readings("counter"), Readings("gauge")
-        #: How often an Envoy was replaced, as far as this process saw it; the last uptime of each.
-        self._restarts, self._uptimes = 0, [0] * envoys
+        #: The last vitals of each Envoy; since the first ones, how often an Envoy was replaced, and answers by class.
+        self._seen: dict[int, Vitals] = {}
+        self._restarts, self._answers = 0, Counter[str]()
         #: Of each Envoy, the last counts of fetches of the issuer's keys that failed, and of certificates of its server
         #: that were refused.
         self._failures: dict[int, tuple[int, int]] = {}
@@ -267,6 +269,8 @@ class GatewayMetrics:
         registry.follow("gauge", "fairlead_gateway_up", text, lambda: int(not self.trouble()))
         text = "Times that an Envoy of the embedded gateway ended, with all its requests, and was started again."
         registry.follow("counter", "fairlead_gateway_restarts_total", text, lambda: self._restarts)
+        text = "Answers of the embedded gateway to clients, by class, also those that it gave without the scheduler."
+        registry.follow("counter", "fairlead_gateway_responses_total", text, lambda: self._answers, "class")
 
     def trouble(self) -> str:
         """Why the gateway is in trouble: an Envoy does not answer; empty = all answer, as far as one can tell. While
@@ -297,8 +301,13 @@ class GatewayMetrics:
         if not known:
             return
         for number, each in known.items():
-            self._restarts += each.uptime < self._uptimes[number]
-            self._uptimes[number] = each.uptime
+            before = self._seen.get(number, each)
+            self._seen[number] = each
+            replaced = each.uptime < before.uptime
+            self._restarts += replaced
+            told = {} if replaced else before.answers
+            for kind, count in each.answers.items():
+                self._answers[kind] += max(count - told.get(kind, 0), 0)
             failures = each.key_failures, each.untrusted
             if number not in self._failures:  # a scheduler that died may have reported them
                 for name, count in zip(_FAILURES, failures, strict=True):

@@ -148,6 +148,20 @@ def test_each_envoy_that_was_started_again_is_counted() -> None:
         assert b"\nfairlead_gateway_restarts_total %d\n" % count in registry.render()
 
 
+def test_answers_of_the_gateway_are_counted_since_the_first_look() -> None:
+    """What it answered before is counted by no process, and an Envoy that was replaced begins at 0."""
+    registry = Registry()
+    shown = GatewayMetrics(registry, None, 2, lambda: 10.0)
+    for first, second, count in (
+        ((60, 500), (5, 7), 0),
+        ((65, 510), (10, 9), 12),
+        ((0, 4), (15, 9), 16),
+        (None, (20, 10), 17),
+    ):
+        shown.take([seen and Vitals(0, 0.0, uptime=seen[0], answers={"4xx": seen[1]}) for seen in (first, second)])
+        assert b'\nfairlead_gateway_responses_total{class="4xx"} %d\n' % count in registry.render()
+
+
 def test_a_slow_scheduler_says_so_and_does_not_blame_the_gateway() -> None:
     registry, now, slow = Registry(), [10.0], [0.0]
     took = histograms("policy", bounds=(0.1,))
