@@ -305,9 +305,9 @@ class GatewayMetrics:
             self._seen[number] = each
             replaced = each.uptime < before.uptime
             self._restarts += replaced
-            told = {} if replaced else before.answers
+            earlier = {} if replaced else before.answers
             for kind, count in each.answers.items():
-                self._answers[kind] += max(count - told.get(kind, 0), 0)
+                self._answers[kind] += max(count - earlier.get(kind, 0), 0)
             failures = each.key_failures, each.untrusted
             if number not in self._failures:  # a scheduler that died may have reported them
                 for name, count in zip(_FAILURES, failures, strict=True):
