@@ -347,7 +347,7 @@ class PoolScheduler:
             notes.append(f"replicas: {replicas.note()}")
         if self.may_be_empty and not self.endpoints:
             notes.append("no endpoints" + ": requests wait for the first one" * self.holds)
-        return [*self.troubles.look().values(), *notes]
+        return [*self.troubles.look().values(), *self.maker.history.notes(), *notes]
 
     def sources(self, **more: Any) -> AdminSources:
         """`more`: further fields of `AdminSources`."""

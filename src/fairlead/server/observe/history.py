@@ -140,6 +140,12 @@ class History:
     def _trouble(self) -> str:
         return f"no endpoint in use can answer for {named([*self.models_out])}" if self.models_out else ""
 
+    def notes(self) -> list[str]:
+        """Lines for `/readyz` on endpoints that only get tests."""
+        kinds = {HANGS: "endpoints that hang", FAILS: "endpoints whose answers fail"}
+        names = {why: [name for name, out in self.out.items() if out.reason == why] for why in kinds}
+        return [f"{text}: {named(names[why])}" for why, text in kinds.items() if names[why]]
+
     def failures(self) -> Failures:
         """The failures that the notices mention."""
         since, rates = self.failing_since, self.rates

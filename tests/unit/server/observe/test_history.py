@@ -172,11 +172,13 @@ def test_why_an_endpoint_is_out_and_since_when() -> None:
         pool.fleet.answered(0, False, pool.now)
     pool.passes(0.5)
     assert pool.history.out == {"a": Out("3 failed answers in a row", 5.5)}
+    assert pool.history.notes() == ["endpoints whose answers fail: a"]
     pool.watch.on_silence("a", "cannot connect: Connection refused")
     for _ in range(3):
         pool.fleet.scrape_failed("a", pool.now)
     pool.passes(0.5)
     assert pool.history.out == {"a": Out("connection refused", 5.5)}
+    assert pool.history.notes() == [], "the trouble `scrapes` says it"
     pool.fleet.sampled("a", pool.now, pool.now, Sample())
     pool.fleet.answered(0, True, pool.now)
     pool.passes(0.5)
@@ -189,6 +191,7 @@ def test_a_hang_that_is_tested_is_one_outage() -> None:
         pool.fleet.table.set_suspicion(0, level)
         pool.passes(0.5)
         assert pool.history.out == ({"a": Out(HANGS, 1.0)} if out else {})
+        assert pool.history.notes() == ["endpoints that hang: a"] * out
 
 
 def test_an_endpoint_that_fails_again_after_each_try_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
