@@ -57,7 +57,7 @@ class Limits(Struct, frozen=True):
     replay_attempts: int = 3
     replay_cooldown: float = 30.0
     replays_at_once: int = 8
-    #: The shortest and longest pause before a reconnect. Pauses double, and libzmq adds jitter.
+    #: The shortest and longest pause between two attempts to connect. Pauses double.
     reconnect_min: float = 0.1
     reconnect_max: float = 5.0
 

@@ -17,7 +17,7 @@ from fairlead.pool.kv_events.wire import END, bounded, replay_request, replayed
 #: A connection attempt that hangs is given up after this time, in ms: the engine may be restarting.
 _CONNECT_TIMEOUT = 3_000
 #: Interval of the heartbeats that detect a vanished peer, in ms.
-_HEARTBEAT = 10_000
+HEARTBEAT = 10_000
 #: Replies of a replay, and their bytes, that are taken out of ZMQ's queue in a turn of the event loop.
 _REPLIES, _REPLY_BYTES = 64, 1 << 20
 #: Bytes of memory for each frame, besides its own.
@@ -46,12 +46,13 @@ def _socket(context: Context, kind: int, limits: Limits, curve: Curve | None) ->
     socket = context.socket(kind)
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.IPV6, 1)
-    socket.set(zmq.RECONNECT_IVL, int(limits.reconnect_min * 1000))
-    socket.set(zmq.RECONNECT_IVL_MAX, int(limits.reconnect_max * 1000))
+    # When libzmq (4.3.5) connects again by itself while the queue is full, the next read ends the process: "Assertion
+    # failed: _input_stopped". So `Subscription` connects again, and a replay is requested again.
+    socket.set(zmq.RECONNECT_IVL, -1)
     socket.set(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT)
-    socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT)
-    socket.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT)
-    # Larger frames are not read into memory: libzmq drops the connection, and `Subscription` connects again.
+    socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT)
+    # Larger frames are not read into memory: libzmq drops the connection.
     socket.set(zmq.MAXMSGSIZE, limits.max_frame)
     secure(socket, curve)
     return socket

@@ -69,11 +69,11 @@ class Subscription:
         self._address = events
         self._secured = curve is not None
         self._refusal, self._refused_until = "", -inf
-        #: The loop time from which on `sweep` connects again: libzmq no longer does it by itself. Infinite = never.
-        self._mend_at = inf
+        #: The loop time from which on `sweep` connects again, and the seconds between the next attempt and another.
+        self._mend_at, self._pause = inf, limits.reconnect_min
         try:
             self._monitor = Monitor(self._socket, self._connected, lambda descriptor: self._lost(), self._refused)
-            self._socket.connect(events)
+            self.mend()
         except zmq.ZMQError:
             self._socket.close(linger=0)
             raise
@@ -102,12 +102,10 @@ class Subscription:
         return self._replayer is not None and self._replayer.step()
 
     def sweep(self) -> None:
-        """Check for events whose wake-up was lost, and connect again if libzmq does not: it gives up a publisher whose
-        frame was too large."""
+        """Check for events whose wake-up was lost, and connect again if the connection was lost or failed."""
         self._monitor.read()
         if self._loop.time() > self._mend_at and not self.feed.cache.linked:
-            self._mend_at = self._loop.time() + 2 * self._limits.reconnect_max
-            with contextlib.suppress(zmq.ZMQError):
+            with contextlib.suppress(zmq.ZMQError):  # libzmq has already given up the address
                 self._socket.disconnect(self._address)
             self.mend()
         self._wake()
@@ -119,6 +117,8 @@ class Subscription:
         self._mend_at = inf
 
     def mend(self) -> None:
+        self._mend_at = self._loop.time() + self._pause
+        self._pause = min(2 * self._pause, self._limits.reconnect_max)
         self._socket.connect(self._address)
 
     def stop(self) -> None:
@@ -152,8 +152,8 @@ class Subscription:
     def _refused(self, event: int) -> None:
         if self._secured or event != NO_DETAIL:  # a proxy in front of an engine that does not run ends connections too
             self._refusal = _REFUSED_BY[event]
-            # Until the attempts after this one are over.
-            self._refused_until = self._loop.time() + 4 * self._limits.reconnect_max
+            # Until the attempts after this one are over; each waits for a sweep.
+            self._refused_until = self._loop.time() + 4 * max(self._limits.reconnect_max, _SWEEP_S)
 
     @property
     def refusal(self) -> str:
@@ -161,7 +161,7 @@ class Subscription:
         return self._refusal if self._loop.time() < self._refused_until else ""
 
     def _connected(self) -> None:
-        self._refused_until = -inf
+        self._refused_until, self._pause = -inf, self._limits.reconnect_min
         self.feed.cache.linked = True
         if self._replayer is not None:
             self._replayer.connected()
@@ -169,7 +169,6 @@ class Subscription:
         self._wake()
 
     def _lost(self) -> None:
-        self._mend_at = self._loop.time() + 2 * self._limits.reconnect_max
         self.feed.cache.linked = False
         self.feed.connection_lost()
 

@@ -196,6 +196,25 @@ async def test_an_engine_that_was_away(events: Any, publish: Any) -> None:
     await until(lambda: blocks(events) == last - 49)
 
 
+async def test_a_connection_that_breaks_while_its_queue_is_full(
+    events: Any, publish: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If libzmq connected again by itself, the next read would end the process."""
+    monkeypatch.setattr(replays, "HEARTBEAT", 100)
+    publisher = publish()
+    events.watch(0, source(publisher))
+    await joined(events, publisher, 0)
+    with events.hold(events.index.rank(0, 0, "m")):  # so nothing is read, not even the answers to heartbeats
+        for digest in range(2, 2 + 20 * LIMITS.queue):
+            store(publisher, digest)
+        await until(lambda: events.counts(0)[0].connections >= 2)
+    await until(lambda: blocks(events) == 1 + 20 * LIMITS.queue)
+    await until(lambda: events.feeds(0)[0].hungry)
+    await asyncio.sleep(0.2)  # the queue is read
+    (count,) = events.counts(0)
+    assert count.lost == count.restarts == 0
+
+
 async def test_history_that_is_cut_off(events: Any, publish: Any) -> None:
     publisher = publish(buffer_steps=5)
     for digest in range(1, 21):
