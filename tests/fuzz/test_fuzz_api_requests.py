@@ -15,7 +15,7 @@ from fairlead.apis.body import is_utf8
 from fairlead.apis.errors import error_body
 from fairlead.apis.multipart import read_form
 from fairlead.apis.request import ParsedRequest, parse_request
-from fairlead.core.apis import OTHER, api_of
+from fairlead.core.apis import OTHER, RESPONSES, RESPONSES_STORED, api_of
 from fairlead.core.errors import ClientError
 from fairlead.core.prefix import ChainHasher
 from fairlead.gateway.understand import Conversations
@@ -76,7 +76,8 @@ bodies = objects() | mutated(objects() | st.sampled_from(REQUESTS), TOKENS) | st
 
 def sound(parsed: ParsedRequest, path: str, body: bytes) -> None:
     """What holds for everything that was understood."""
-    assert parsed.api == api_of(path) != OTHER
+    api = RESPONSES if parsed.api == RESPONSES_STORED else parsed.api
+    assert api == api_of(path) != OTHER
     assert 0 <= parsed.max_tokens < 2**31
     assert 1 <= parsed.n <= 16384
     assert parsed.prompt_bytes >= 0

@@ -33,6 +33,7 @@ from fairlead.core.apis import (
     RENDER,
     RERANK,
     RESPONSES,
+    RESPONSES_STORED,
     SCORE,
     TOKENIZE,
 )
@@ -321,6 +322,8 @@ class ResponsesBody(Body, gc=False):
     prompt: Raw = ABSENT
     previous_response_id: Raw = ABSENT
     conversation: Raw = ABSENT
+    store: Scalar = None
+    background: Scalar = None
     prompt_cache_key: Raw = ABSENT
     user: Raw = ABSENT
 
@@ -359,8 +362,9 @@ def parse_responses(read: ResponsesBody) -> ParsedRequest:
         (b"previous", read.previous_response_id),
         (b"conversation", read.conversation),
     )
+    stored = any(map(is_sent, (read.prompt, read.previous_response_id, read.conversation)))
     return ParsedRequest(
-        RESPONSES,
+        RESPONSES_STORED if stored or True in (read.store, read.background) else RESPONSES,
         read.model or "",
         flag(read.stream, "stream"),
         count(read.max_output_tokens, "max_output_tokens"),

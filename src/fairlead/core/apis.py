@@ -11,6 +11,8 @@ COMPLETIONS = "completions"
 EMBEDDINGS = "embeddings"
 #: OpenAI's Responses API, and the conversations and responses that it may store.
 RESPONSES = "responses"
+#: A response that depends on what one server stores, or is to be stored there: no other server knows of it.
+RESPONSES_STORED = "responses_stored"
 CONVERSATIONS = "conversations"
 #: Anthropic's Messages API, and its token count.
 MESSAGES = "messages"
@@ -43,11 +45,11 @@ WITHOUT_OUTPUT = frozenset(
 PROMPT_LISTS = frozenset((COMPLETIONS, SGLANG, EMBEDDINGS, POOLING, SCORE, RERANK))
 #: APIs that the engine's model has nothing to do for.
 WITHOUT_MODEL = frozenset((CONVERSATIONS, COUNT_TOKENS, TOKENIZE, RENDER, MODELS))
-#: APIs whose requests are not repeated once they may have begun: their effect is unknown, or they change stored data.
+#: APIs whose requests are not repeated once they may have begun: their effect is unknown, or they use stored data.
 #: All others sample, or compute the same result again.
-BEGUN_ONCE = frozenset((OTHER, CONVERSATIONS))
+BEGUN_ONCE = frozenset((OTHER, CONVERSATIONS, RESPONSES_STORED))
 #: APIs whose requests may ask for a stream. A request that could not be read is assumed to have asked for one.
-STREAMING = frozenset((CHAT, COMPLETIONS, RESPONSES, MESSAGES, AUDIO, IMAGES, GENERATE, SGLANG, GRPC))
+STREAMING = frozenset((CHAT, COMPLETIONS, RESPONSES, RESPONSES_STORED, MESSAGES, AUDIO, IMAGES, GENERATE, SGLANG, GRPC))
 
 #: Paths that are recognised after any prefix, because they are unambiguous.
 ANYWHERE = {

@@ -24,10 +24,13 @@ from typing import Any
 from msgspec import Struct
 
 from fairlead.core.adapters import Cold
-from fairlead.core.apis import RESPONSES
+from fairlead.core.apis import RESPONSES, RESPONSES_STORED
 from fairlead.core.records import Forecast
 from fairlead.core.request import Request
 from fairlead.core.table import EndpointTable
+
+#: APIs whose streams begin before their first token.
+_BEGIN_EARLY = frozenset((RESPONSES, RESPONSES_STORED))
 
 # Leases.
 
@@ -110,9 +113,8 @@ class Lease(Struct, eq=False, gc=False):
         self.queued_ms = queued_ms
 
     def ttft_ms(self, first_byte_ms: float) -> float:
-        """Until the first token of a stream, whose first byte came `first_byte_ms` after the request; -1 = not known.
-        Streams of the Responses API begin before their first token."""
-        if not self.preceded and self.request.api != RESPONSES:
+        """Until the first token of a stream, whose first byte came `first_byte_ms` after the request; -1 = unknown."""
+        if not self.preceded and self.request.api not in _BEGIN_EARLY:
             return first_byte_ms
         return (self.first_token_at - self.request.arrived) * 1e3 if self.first_token_at >= 0.0 else -1.0
 

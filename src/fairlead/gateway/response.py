@@ -26,6 +26,7 @@ from fairlead.core.apis import (
     MESSAGES,
     OTHER,
     RESPONSES,
+    RESPONSES_STORED,
     SGLANG,
     WITHOUT_MODEL,
 )
@@ -36,7 +37,7 @@ from fairlead.gateway.ext_proc import CONTINUE, BodyMode, Kind, resizable_respon
 
 _RESIZABLE = resizable_response()
 #: APIs whose answers are JSON, event streams or numbers. The latter may begin with `<`, but hardly with one of these.
-_NO_PAGES = frozenset((CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS, GENERATE, SGLANG))
+_NO_PAGES = frozenset((CHAT, COMPLETIONS, RESPONSES, RESPONSES_STORED, MESSAGES, EMBEDDINGS, GENERATE, SGLANG))
 #: APIs whose answers report no work of the model: their usage or error is that of something stored, or unknown.
 _UNREAD = WITHOUT_MODEL | {OTHER}
 _is_page = re.compile(

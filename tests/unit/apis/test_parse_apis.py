@@ -122,7 +122,7 @@ CASES = {
         b'{"model":"m","input":%b],"instructions":"be kind","max_output_tokens":8,"stream":true,'
         b'"conversation":{"id":"conv_1"},"tools":[1]}' % USER.encode(),
         ParsedRequest(
-            "responses",
+            "responses_stored",
             "m",
             True,
             8,
@@ -150,7 +150,7 @@ CASES = {
         "/v1/responses",
         b'{"input":"hi","previous_response_id":"resp_1","prompt_cache_key":"k"}',
         ParsedRequest(
-            "responses",
+            "responses_stored",
             include_usage=True,
             root=b'responses 0: previous 8:"resp_1"',
             prompt_bytes=2,

@@ -208,8 +208,7 @@ def test_what_is_missing_is_named(api: str, body: str, param: str | None) -> Non
     [
         ("embeddings", '{"messages":[{"role":"user","content":"hi"}]}'),
         ("embeddings", '{"input":[]}'),
-        ("responses", '{"prompt":{"id":"pmpt_1"}}'),
-        ("responses", '{"input":[],"max_output_tokens":-5,"tools":"x","conversation":5,"user":["u"]}'),
+        ("responses", '{"input":[],"max_output_tokens":-5,"tools":"x","user":["u"]}'),
         ("conversations", '{"items":null,"metadata":{}}'),
         ("messages", '{"messages":[5],"system":{},"tools":7,"metadata":[],"max_tokens":null}'),
         ("rerank", '{"query":{"content":[]},"documents":"d"}'),
@@ -232,6 +231,22 @@ def test_what_is_missing_is_named(api: str, body: str, param: str | None) -> Non
 def test_the_rest_is_the_model_servers_to_answer(api: str, body: str) -> None:
     parsed = parse(api, body.encode())
     assert (parsed.api, parsed.unread) == (api, "")
+
+
+@pytest.mark.parametrize(
+    ("members", "stored"),
+    [
+        ({"input": "x", "store": False, "background": None, "previous_response_id": None}, False),
+        ({"input": "x", "previous_response_id": "resp_1"}, True),
+        ({"input": "x", "conversation": 5}, True),
+        ({"input": "x", "store": True}, True),
+        ({"input": "x", "background": True}, True),
+        ({"prompt": {"id": "pmpt_1"}}, True),
+    ],
+)
+def test_responses_that_depend_on_what_a_server_stores_are_told_apart(members: dict[str, Any], stored: bool) -> None:
+    parsed = parse("responses", json.dumps(members).encode())
+    assert (parsed.api, parsed.unread) == ("responses_stored" if stored else "responses", "")
 
 
 @pytest.mark.parametrize("name", ["conversation", "prompt_cache_key", "user"])

@@ -695,7 +695,8 @@ def test_a_request_to_a_suspect_endpoint_is_not_hedged_later() -> None:
 
 
 @pytest.mark.parametrize(
-    ("api", "may"), [("chat", True), ("embeddings", True), ("conversations", False), ("other", False)]
+    ("api", "may"),
+    [("chat", True), ("responses", True), ("responses_stored", False), ("conversations", False), ("other", False)],
 )
 def test_what_may_be_sent_twice(api: str, may: bool) -> None:
     assert Rig().send(api=api).repeatable is may

@@ -327,6 +327,7 @@ _READERS: Mapping[str, Callable[[bytes, ModelTokens | None], PromptTokens]] = {
     apis.CHAT: _conversation(from_chat),
     apis.MESSAGES: _conversation(from_messages),
     apis.RESPONSES: _conversation(from_responses),
+    apis.RESPONSES_STORED: _conversation(from_responses),
     apis.COMPLETIONS: _completion,
     apis.GENERATE: _generate,
     apis.SGLANG: _sglang,
