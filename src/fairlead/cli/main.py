@@ -5,11 +5,14 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from errno import ENOSPC
+from errno import EAGAIN, EDQUOT, EIO, EMFILE, ENFILE, ENOENT, ENOSPC, EROFS
 from io import TextIOWrapper
 from typing import NoReturn
 
 from fairlead.cli.commands import overview
+
+#: Errors of the machine that do not name a file: disks, limits, no directory for temporary files or to work in.
+_OF_MACHINE = (EAGAIN, EDQUOT, EIO, EMFILE, ENFILE, ENOENT, ENOSPC, EROFS)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -41,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except BrokenPipeError:
             _end_unread()
         except OSError as error:
-            if error.errno != ENOSPC:
+            if error.filename is None and error.errno not in _OF_MACHINE:
                 raise
             _fail(error, FAILED)
         except RuntimeError as error:

@@ -32,10 +32,10 @@ ConfigFile = Annotated[
 
 
 def complain(problem: str | Exception) -> None:
-    """Print each line of a message on stderr. For an `OSError`, print the file's name and the reason."""
+    """Print each line of a message on stderr. For an `OSError`, print the file's name, if any, and the reason."""
     message = str(problem)
-    if isinstance(problem, OSError) and problem.filename and problem.strerror:
-        message = f"{problem.filename}: {problem.strerror}"
+    if isinstance(problem, OSError) and problem.strerror:
+        message = f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror
     for line in message.splitlines():
         typer.echo(f"error: {plain(masked(line))}", err=True)
 

@@ -124,6 +124,8 @@ def test_a_command_gets_its_arguments(
         (ConfigError("wrong", "$.a", "f.yaml"), 2, "error: f.yaml: $.a: wrong\n"),
         (EngineError("vllm-0", "gone"), 1, "error: vllm-0: gone\n"),
         (RuntimeError("can't start new thread"), 1, f"error: {PROCESS_LIMIT}\n"),
+        (PermissionError(13, "Permission denied", "out/a"), 1, "error: out/a: Permission denied\n"),
+        (FileNotFoundError(2, "No usable temporary directory"), 1, "error: No usable temporary directory\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (typer.Exit(7), 7, ""),
     ],
