@@ -64,6 +64,12 @@ def test_a_trace_is_replayed_and_its_prefixes_are_found(stub: str, tmp_path: Pat
     assert summary["config"]["command"]["speedup"] == 2
 
 
+def test_results_are_written_even_if_nobody_reads_the_output(stub: str, tmp_path: Path) -> None:
+    shell = f"{sys.executable} -m fairlead bench {stub} -n 5 --rate 100 --json --out {tmp_path} | true"
+    subprocess.run(["bash", "-c", shell], check=True, timeout=120)
+    assert json.loads((tmp_path / "summary.json").read_text())["requests"] == 5
+
+
 def test_a_table_for_people(stub: str) -> None:
     done = bench(stub, "-w", "chat", "--closed", 4, "-n", 20, "--output-tokens", 5, "--slo-ttft-ms", 60000)
     assert done.exit_code == 0, done.output

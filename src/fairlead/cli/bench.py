@@ -199,16 +199,18 @@ def _show(summary: "Summary", result: "RunResult", out: Path | None, as_json: bo
     from fairlead.cli.bench_load import hints
     from fairlead.lab.load.report import table
 
-    if as_json:
-        typer.echo(dumps(summary, indent=2))
-    else:
-        Console().print(table([summary]))
-    for hint in hints(summary):
-        typer.echo(hint, err=True)
-    if out is not None:
-        (out / "summary.json").write_text(dumps(summary, indent=2) + "\n", encoding="utf-8")
-        written = [out / "summary.json", *_plot(summary, result, out)]
-        typer.echo(f"written: {', '.join(map(str, written))}", err=True)
+    try:
+        if as_json:
+            typer.echo(dumps(summary, indent=2))
+        else:
+            Console().print(table([summary]))
+        for hint in hints(summary):
+            typer.echo(hint, err=True)
+    finally:  # also if nobody reads the output any more
+        if out is not None:
+            (out / "summary.json").write_text(dumps(summary, indent=2) + "\n", encoding="utf-8")
+            written = [out / "summary.json", *_plot(summary, result, out)]
+            typer.echo(f"written: {', '.join(map(str, written))}", err=True)
 
 
 def _plot(summary: "Summary", result: "RunResult", out: Path) -> list[Path]:

@@ -207,15 +207,17 @@ def _plan(
     about |= {"requests": count, "duration_s": round(lasts_s, 3), "spare": case.dead}
     document = plan_report.document(planned, wanted, price, about)
     title = f"{scenario.name}: {pace}, engine {about['engine']}, policy {about['policy']}\n{_said(document)}"
-    with exits(WRONG_INPUT, OSError):
-        written, missing = plan_report.write_plan(planned, wanted, price, title, document, out)
-    if as_json:
-        echo_json(document)
-    else:
-        first, _, answer = title.partition("\n")
-        typer.echo(first)
-        plan_report.print_plan(planned, wanted, price)
-        typer.echo(answer)
+    try:
+        with exits(WRONG_INPUT, OSError):
+            written, missing = plan_report.write_plan(planned, wanted, price, title, document, out)
+    finally:  # simulating may have taken an hour
+        if as_json:
+            echo_json(document)
+        else:
+            first, _, answer = title.partition("\n")
+            typer.echo(first)
+            plan_report.print_plan(planned, wanted, price)
+            typer.echo(answer)
     for line in filter(None, [missing, *(f"written: {path}" for path in written)]):
         typer.echo(line, err=True)
     if planned.best is None:

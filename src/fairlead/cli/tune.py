@@ -118,9 +118,12 @@ def tune(
         tpot_ms=slo_tpot_ms,
     )
     preset = measured.preset(fitted, name)
-    if out is not None:
-        write_output(out, _text(preset, fitted))
-    _show(json, preset, fitted, measured, advise(fitted, measured.facts, traffic))
+    try:
+        if out is not None:
+            with exits(WRONG_INPUT, OSError):
+                write_output(out, _text(preset, fitted))
+    finally:  # measuring took minutes
+        _show(json, preset, fitted, measured, advise(fitted, measured.facts, traffic))
     raise typer.Exit(code)
 
 

@@ -30,6 +30,14 @@ def test_the_answer_stands_below_the_table_and_in_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.simulation
+def test_an_answer_that_cannot_be_written_is_printed(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = call("plan", "-w", "shared-prefix-10", *QUICK, "--out", tmp_path / "file" / "plan", "--json")
+    assert done.exit_code == 2 and "file/plan: Not a directory" in done.stderr
+    assert json.loads(done.stdout)["replicas"]
+
+
+@pytest.mark.simulation
 def test_no_size_is_told_apart_from_an_error(tmp_path: Path) -> None:
     done = call("plan", "-w", "shared-prefix-10", "--max-replicas", 1, *QUICK, "--out", tmp_path)
     assert done.exit_code == 1

@@ -343,6 +343,9 @@ def test_the_command_fits_a_file_and_its_preset_is_simulated(tmp_path):
     assert done.exit_code == 0, done.output
     assert "maxQueueLength" in done.output
     assert read_preset(out.read_text()).latency.c0_ms == pytest.approx(5.99, rel=0.03)
+    unwritten = runner.invoke(app, ["tune", "--observations", str(file), "--out", str(tmp_path / "none" / "mine.yaml")])
+    assert unwritten.exit_code == 2 and "none/mine.yaml: No such file" in unwritten.stderr
+    assert "maxQueueLength" in unwritten.stdout, "what was measured is not lost"
     whole = json.loads(runner.invoke(app, ["tune", "--observations", str(file), "--json"]).output)
     assert {*whole} == {"preset", "fit", "server", "advice", "observations"}
     ran = runner.invoke(app, ["sim", "run", "paced-prefix", "--requests", "4", "--engine", str(out), "--json"])
