@@ -513,6 +513,13 @@ async def test_files_that_were_removed_are_written_again_until_it_stops(tmp_path
     assert not directory.exists()
 
 
+def test_a_directory_whose_name_is_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
+    (directory := tmp_path / ("x" * 100)).mkdir()
+    with pytest.raises(OSError, match="too long for a UNIX socket"):
+        prepare(Options(port=0, ext_proc="127.0.0.1:1", paths=("/*",)), directory=directory)
+    assert not [*directory.iterdir()]
+
+
 async def test_of_two_envoys_one_dies_and_nobody_else_notices(tmp_path: Path) -> None:
     """And no count of either is lost or counted twice."""
     async with Upstream() as upstream, aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:

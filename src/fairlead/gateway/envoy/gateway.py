@@ -1,6 +1,7 @@
 """Writes the files of the embedded gateway: configuration, endpoints, listeners. `process` starts it from them."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -34,6 +35,8 @@ from fairlead.gateway.ports import bindable, obstacle
 _PREFIX = "fairlead-"
 #: Seconds within which a gateway that starts has certainly locked its new directory.
 _STARTS_S = 60.0
+#: The most bytes of the path of a UNIX socket.
+_SOCKET_PATH = 107
 #: The options that name a file in the gateway's directory, which Envoy follows.
 _FOLLOWED = ("keys_file", "jwt_file", "jwks_ca_file", "upstream_token_file")
 
@@ -77,7 +80,8 @@ def prepare(
     """Write the gateway's files into a new directory in `directory`, by default the system's for temporary files.
     `scheduler_timeout`: seconds to wait for the scheduler before the gateway listens for clients.
 
-    Raises `ConfigError` for invalid options or endpoints, or `GatewayError` if there is no Envoy or the port is taken.
+    Raises `ConfigError` for invalid options or endpoints, `GatewayError` if there is no Envoy or the port is taken, or
+    `OSError` if the directory cannot hold the files.
     """
     options.check()
     binary = binary or find_envoy()
@@ -88,6 +92,8 @@ def prepare(
     remove_leftovers(directory or Path(tempfile.gettempdir()))
     own = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=directory))  # mode 0700
     try:
+        if not options.admin_port and len(os.fsencode(own / ADMIN_SOCKET.format(options.envoys))) > _SOCKET_PATH:
+            raise OSError(errno.ENAMETOOLONG, "its name is too long for a UNIX socket in it")
         pool = EndpointsFile(own / ENDPOINTS)
         pool.write(tuple(endpoints) or options.endpoints)
         names = structs.asdict(options)
