@@ -155,8 +155,11 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
             arrivals=Poisson(options.rate),
             options=Options(duration_s=options.slots * options.slot + 8.0, read_usage=False, gaps=False, timeout_s=60),
         )
-        load = asyncio.create_task(run_in_process(spec))
-        await asyncio.sleep(5.0)
+        begun = asyncio.Event()
+        load = asyncio.create_task(run_in_process(spec, lambda _: begun.set()))
+        # Its process takes long to start where others use the machine: a slot before would have no request.
+        await asyncio.wait((load, asyncio.create_task(begun.wait())), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.sleep(3.0)
         slots = await take_turns(processes, viewers, options.slots, options.slot)
         result = await load
     failed = [record.error for record in result.records if record.error or record.status != 200]
