@@ -81,7 +81,7 @@ async def test_memory_is_short(memory_limit: tuple[list[str], str], own: Startin
         until = time.monotonic() + LASTS_S
         while time.monotonic() < until:
             statuses = await asyncio.gather(*(asyncio.to_thread(post, serve.port, body) for _ in range(8)))
-            assert set(statuses) <= {200, 413, 429, 503}, statuses
+            assert set(statuses) <= {0, 200, 413, 429, 503}, statuses
 
     row = await trial("memory limit, 8 bodies of 8 MiB", serve, happens, Bounds(p99_times=None, envoy_mib=MEMORY_MIB))
     row.note = said
@@ -90,14 +90,20 @@ async def test_memory_is_short(memory_limit: tuple[list[str], str], own: Startin
 
 
 def post(port: int, body: bytes) -> int:
+    """The status; 0 where it was not seen. Who is refused before all is sent has a second to read that: then Envoy
+    closes the connection."""
     asked = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"}
     )
     try:
-        with urllib.request.urlopen(asked, timeout=60) as answer:
+        with urllib.request.urlopen(asked, timeout=300) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
+    except urllib.error.URLError as error:
+        if isinstance(error.reason, ConnectionError):
+            return 0
+        raise
 
 
 @pytest.mark.parametrize("direction", [1, pytest.param(-1, marks=pytest.mark.long_form)], ids=["forward", "back"])

@@ -41,7 +41,7 @@ def scheduler(
 
 
 async def until(happened: Callable[[], Awaitable[object]], what: str) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not await happened():
             await asyncio.sleep(0.02)
 
@@ -74,12 +74,14 @@ async def test_killing_and_starting_it_again_costs_no_request(
         return await gateway.metric("fairlead_scheduler_connected") == 1
 
     await until(connected, "the connection")
-    back = 0.0
-    alive = dead = 0.0
+    back = dead = 0.0
+
+    async def decided() -> bool:
+        return await answered(gateway) > 0.5 * RATE
 
     async def script(note: Note) -> None:
-        nonlocal back, alive, dead
-        alive = await answered(gateway)
+        nonlocal back, dead
+        await until(decided, "half a second's decisions")
         note("the kill")
         scheduler.signal(signal.SIGKILL)
         await scheduler.wait()
@@ -99,7 +101,6 @@ async def test_killing_and_starting_it_again_costs_no_request(
     fell = await gateway.metric("fairlead_scheduler_fallbacks_total")
     figures.append(told(f"scheduler in {kind} killed", story, decided_here=int(fell), back_after=f"{back:.2f} s"))
     assert story.failures == {}
-    assert alive > 0.5 * RATE, "it decided before"
     assert fell >= 0.5 * RATE, "the built-in policy decided meanwhile"
     assert await gateway.settled(60.0) == {}
 
