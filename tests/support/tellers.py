@@ -12,7 +12,7 @@ from fairlead.server.replicas_files import FileReplicas
 from fairlead.server.replicas_valkey import ValkeyReplicas
 
 #: Seconds; generous, for a busy machine.
-PATIENCE = 30.0
+PATIENCE = 90.0
 LEASE = 1.5
 
 
