@@ -54,6 +54,7 @@ MAX_BODY = 4 << 20
 #: With more engines, the least recently used is forgotten.
 MAX_ENGINES = 1024
 
+#: Not of `RESPONSES_STORED`: any engine may be asked, and only one has what is stored.
 _RENDER = {
     apis.CHAT: "/v1/chat/completions/render",
     apis.COMPLETIONS: "/v1/completions/render",

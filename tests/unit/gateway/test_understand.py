@@ -150,6 +150,17 @@ def test_what_a_conversation_begins_with_is_read_only_where_something_depends_on
     assert opening("a") == ""
 
 
+def test_responses_that_are_stored_begin_conversations_as_others_do() -> None:
+    understanding = Understanding(TokenEstimator(), HASHER, lambda: 5.0)
+    understanding.canary(True)
+    head = understanding.head({":path": PATHS["responses"]})
+    bodies = [{"model": "m", "input": messages("a"), **more} for more in ({}, {"store": True}, {"background": True})]
+    requests = [understanding.request(head, json.dumps(body).encode())[0] for body in bodies]
+    assert [request.api for request in requests] == ["responses", "responses_stored", "responses_stored"]
+    assert len({request.opening for request in requests}) == 1
+    assert requests[0].opening
+
+
 @pytest.mark.parametrize("sticky", [False, True])
 def test_an_opening_that_many_requests_share_is_none_of_a_conversation(sticky: bool) -> None:
     """By it, a canary or a target of a split would take all of them, or none."""

@@ -46,7 +46,7 @@ Millis = Annotated[float, Field(ge=0)]
 
 
 #: APIs whose requests a decoding endpoint hands to another one for their prompts. The rest it computes itself
-#: (llm-d's routing sidecar).
+#: (llm-d's routing sidecar). Not `RESPONSES_STORED`: the other one does not have what is stored.
 SPLIT = frozenset((CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE))
 
 

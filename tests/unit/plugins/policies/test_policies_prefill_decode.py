@@ -386,10 +386,18 @@ def test_the_decoder_is_the_one_that_runs_the_adapter() -> None:
     assert (found.prefill_slot, found.slot) == (0, 1), "busier, and it need not wait for a slot"
 
 
-@pytest.mark.parametrize("api", ["embeddings", "rerank", "tokenize", "count_tokens", "audio", "other", "grpc"])
+@pytest.mark.parametrize(
+    "api", ["responses_stored", "embeddings", "rerank", "tokenize", "count_tokens", "audio", "other", "grpc"]
+)
 def test_what_no_decode_endpoint_hands_over_is_not_split(api: str) -> None:
     found = pick(pool("prefill", "decode"), request(LONG, api=api), always=True)
     assert (found.slot, found.prefill_slot) == (1, -1)
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_what_decode_endpoints_hand_over_is_split(api: str) -> None:
+    found = pick(pool("prefill", "decode"), request(LONG, api=api), always=True)
+    assert (found.slot, found.prefill_slot) == (1, 0)
 
 
 def test_a_flow_is_charged_for_a_prompt_that_is_computed_elsewhere() -> None:
