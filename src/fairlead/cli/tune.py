@@ -118,12 +118,7 @@ def tune(
         tpot_ms=slo_tpot_ms,
     )
     preset = measured.preset(fitted, name)
-    try:
-        if out is not None:
-            with exits(WRONG_INPUT, OSError):
-                write_output(out, _text(preset, fitted))
-    finally:  # measuring took minutes
-        _show(json, preset, fitted, measured, advise(fitted, measured.facts, traffic))
+    _deliver(out, json, preset, fitted, measured, advise(fitted, measured.facts, traffic))
     raise typer.Exit(code)
 
 
@@ -265,6 +260,18 @@ def _text(preset: "Preset", fitted: "Fitted") -> str:
         "# kv_bytes, per token, for handing prompts over, was not measured",
     )
     return "\n".join([*comments, write_preset(preset)])
+
+
+def _deliver(
+    out: Path | None, as_json: bool, preset: "Preset", fitted: "Fitted", measured: "Measured", advice: "list[Advice]"
+) -> None:
+    """Write the preset and show the results, each also if the other fails: measuring took minutes."""
+    try:
+        if out is not None:
+            with exits(WRONG_INPUT, OSError):
+                write_output(out, _text(preset, fitted))
+    finally:
+        _show(as_json, preset, fitted, measured, advice)
 
 
 def _show(as_json: bool, preset: "Preset", fitted: "Fitted", measured: "Measured", advice: "list[Advice]") -> None:
