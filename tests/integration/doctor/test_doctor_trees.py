@@ -182,6 +182,25 @@ async def test_an_endpoint_whose_answers_fail_is_named(world: Any, told: Told) -
     assert named == {("scheduler.failing", ("fails-1",)), ("scheduler.hanging", ("hangs-1",))}
 
 
+@pytest.mark.parametrize(
+    ("gauge", "well", "wrong", "code"),
+    [
+        ('scheduler_connected{scheduler="one"}', 1, 0, "remote-down"),
+        ('scheduler_breaker{scheduler="one",state="open"}', 0, 1, "remote-fails"),
+        ('shadow_cut_off{shadow="one"}', 0, 1, "shadow-cut-off"),
+        ("indexer_up", 1, 0, "indexer-down"),
+    ],
+)
+async def test_deciders_and_an_indexer_that_fail_are_named(
+    world: Any, told: Told, gauge: str, well: int, wrong: int, code: str
+) -> None:
+    here = [{"id": "127.0.0.1:9", "address": "127.0.0.1:9"}]
+    closed = 'fairlead_scheduler_breaker{scheduler="one",state="closed"} 1\n'
+    for value, named in ((well, set()), (wrong, {f"scheduler.{code}"})):
+        found = await examined(world, await told(f"fairlead_{gauge} {value}\n{closed}", here), "scheduler")
+        assert codes(found) == named
+
+
 async def test_what_the_scheduler_says_of_itself_is_a_finding(world: Any, told: Told) -> None:
     here = [{"id": "127.0.0.1:9", "address": "127.0.0.1:9"}]
     why = "records of the journal are lost: its disk fails or is full; the log says which"

@@ -4,6 +4,8 @@ import re
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from fairlead.doctor.checks import CHECKS
 from fairlead.doctor.run import Kind
 from fairlead.server.observe.component_metrics import show_replicas
 from fairlead.server.observe.history import History
-from fairlead.server.observe.kv_metrics import KvMetrics
+from fairlead.server.observe.kv_metrics import KvMetrics, show_questions
 from fairlead.server.observe.watch import Watch
 
 ROOT = Path(__file__).parents[3]
@@ -72,6 +74,8 @@ def test_every_metric_that_is_read_exists() -> None:
     KvMetrics(watch.metrics.registry, ExactKnowledge(), list, list, lambda: 0, {})
     History(watch, 0.0, lambda: 0.0)
     show_replicas(watch.metrics.registry, None)
+    client: Any = SimpleNamespace(up=True, ends={})
+    show_questions(watch.metrics.registry, lambda: client)
     shown = set(re.findall(r"^# TYPE (\S+)", b"".join(watch.exposition()).decode(), re.MULTILINE))
     assert len(read) > 10
     assert {name.removesuffix("_sum") for name in read} <= shown

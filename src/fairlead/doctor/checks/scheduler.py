@@ -66,6 +66,30 @@ HANGING = Kind(
     "look at its engine process and GPU; restart it", "docs/runbook.md#fairleadendpointhangs",
 )  # fmt: skip
 _OUT = {"fails": (FAILING, "several answers in a row failed"), "hangs": (HANGING, "requests wait there in vain")}
+REMOTE_DOWN = Kind(
+    "scheduler.remote-down", Severity.ERROR, "a scheduler in another process is not connected",
+    "check its log, its address and TLS; restart it. Meanwhile the built-in policy decides",
+    "docs/runbook.md#fairleadschedulerdown",
+)  # fmt: skip
+REMOTE_FAILS = Kind(
+    "scheduler.remote-fails", Severity.ERROR, "a scheduler in another process is late or wrong, and left alone",
+    "`fairlead_scheduler_fallbacks_total` has the reasons", "docs/runbook.md#fairleadschedulerfallback",
+)  # fmt: skip
+CUT_OFF = Kind(
+    "scheduler.shadow-cut-off", Severity.WARNING, "a policy on trial was cut off",
+    "the scheduler's log has the reason; correct it and reload", "docs/runbook.md#fairleadshadowcutoff",
+)  # fmt: skip
+INDEXER_DOWN = Kind(
+    "scheduler.indexer-down", Severity.ERROR, "the indexer does not answer, so prefixes are judged by what was learned",
+    "check its log and network policy; restart it", "docs/runbook.md#fairleadindexerdown",
+)  # fmt: skip
+#: Gauges, their values while something is wrong, and the label that says where.
+_GAUGES = (
+    ("fairlead_scheduler_connected", 0.0, "scheduler", REMOTE_DOWN),
+    ("fairlead_scheduler_breaker", 1.0, "scheduler", REMOTE_FAILS),
+    ("fairlead_shadow_cut_off", 1.0, "shadow", CUT_OFF),
+    ("fairlead_indexer_up", 0.0, "", INDEXER_DOWN),
+)
 ERRORS = Kind(
     "scheduler.errors", Severity.ERROR, "more than 5 % of the requests failed",
     "the evidence names the codes; the runbook has the cause of each", "docs/runbook.md#fairleaderrorshigh",
@@ -182,6 +206,15 @@ def _failed(page: Answer | Unreached) -> tuple[Counter[str], float]:
     return +failed, sum(count for _, count in series(page, "llm_d_epp_request_total"))
 
 
+async def _gauges(site: Site) -> list[Finding]:
+    return [
+        kind.at(labels.get(label, ""), f"{name} is {value:g}")
+        for name, wrong, label, kind in _GAUGES
+        for labels, value in await site.metric(name)
+        if value == wrong and labels.get("state", "open") == "open"
+    ]
+
+
 async def _alone(site: Site) -> list[Finding]:
     connected = await site.metric("fairlead_replicas_connected")
     if not connected:
@@ -199,7 +232,7 @@ async def _alone(site: Site) -> list[Finding]:
 @check("scheduler", "the running scheduler is ready and has the configured endpoints", needs=("admin",))
 async def scheduler(site: Site) -> list[Finding]:
     findings = [*await _ready(site), *await _metrics(site), *await _pool(site), *await _hidden(site)]
-    findings += [*await _troubles(site), *await _alone(site)]
+    findings += [*await _troubles(site), *await _alone(site), *await _gauges(site)]
     for labels, _ in await site.metric("fairlead_endpoint_out"):
         if labels.get("why") in _OUT:
             kind, evidence = _OUT[labels["why"]]
