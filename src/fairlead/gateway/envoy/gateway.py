@@ -125,7 +125,7 @@ def remove_leftovers(base: Path) -> None:
         with contextlib.suppress(OSError):
             # In this order, the reverse of `_write`: the files may be written just now.
             starts = not (path / LISTENERS).exists() or (path / LISTENERS_LATER).exists()
-            if starts and time.time() - path.stat().st_mtime < _STARTS_S:
+            if starts and abs(time.time() - path.stat().st_mtime) < _STARTS_S:  # later: the clock was set back
                 continue  # not even tried to lock: it is about to
             if any((path / name).is_file() for name in (LISTENERS, ENDPOINTS)):
                 remove_unlocked(path)

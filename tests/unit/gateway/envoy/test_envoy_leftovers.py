@@ -24,6 +24,7 @@ def gateway(base: Path, age_s: float = 0.0, listens: bool = True) -> Path:
 
 def test_only_those_are_removed_that_nobody_runs_in(tmp_path: Path) -> None:
     killed, running, begun = gateway(tmp_path), gateway(tmp_path), gateway(tmp_path, 3600.0, listens=False)
+    before_the_clock_was_set_back = gateway(tmp_path, -3600.0, listens=False)
     starting = gateway(tmp_path, listens=False)
     linked, somewhere = tmp_path / "fairlead-abcdefg_", gateway(tmp_path).rename(tmp_path / "somewhere")
     linked.symlink_to(somewhere)
@@ -36,6 +37,7 @@ def test_only_those_are_removed_that_nobody_runs_in(tmp_path: Path) -> None:
     assert set(tmp_path.iterdir()) == {running, starting, linked, somewhere}
     assert not killed.exists()
     assert not begun.exists()
+    assert not before_the_clock_was_set_back.exists()
     assert (somewhere / "facts").exists()
 
 
