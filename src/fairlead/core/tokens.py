@@ -13,7 +13,7 @@ from collections import OrderedDict
 
 from msgspec import Struct
 
-from fairlead.core.apis import WITHOUT_OUTPUT
+from fairlead.core.apis import RESPONSES_STORED, WITHOUT_OUTPUT
 from fairlead.core.learned import ModelLearned
 from fairlead.core.request import Request
 
@@ -103,9 +103,11 @@ class TokenEstimator:
         known.output += OUTPUT_ALPHA * (length - known.output)
 
     def answer_tokens(self, request: Request, response_bytes: int) -> int:
-        """Return the estimated completion tokens of an answer that was not streamed; -1 = unknown."""
+        """Return the estimated completion tokens of an answer that was not streamed; -1 = unknown, as of a response that
+        runs in the background: it is answered before it has any."""
         known = self._learned.get((request.target_model, request.api), _UNKNOWN)
-        if request.stream or response_bytes <= 0 or known.answer_bytes <= 0.0:
+        unknown = request.stream or request.api == RESPONSES_STORED
+        if unknown or response_bytes <= 0 or known.answer_bytes <= 0.0:
             return -1
         tokens = _text_bytes(response_bytes) * known.answer_tokens / known.answer_bytes
         return min(max(round(tokens), 1), MAX_TOKENS)

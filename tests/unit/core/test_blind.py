@@ -85,3 +85,6 @@ def test_the_size_of_an_answer_tells_its_tokens() -> None:
     assert tokens.answer_tokens(whole, 0) == -1
     assert tokens.answer_tokens(whole, 10**30) > 0
     assert tokens.answer_tokens(streamed, 5000) == -1
+    stored = Request(id=1, arrived=0.0, api="responses_stored", model="m")
+    tokens.learn_answer(stored, ENVELOPE + 1500, 300)
+    assert tokens.answer_tokens(stored, ENVELOPE + 1500) == -1, "it may only begin in the background"
