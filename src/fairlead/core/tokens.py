@@ -103,8 +103,8 @@ class TokenEstimator:
         known.output += OUTPUT_ALPHA * (length - known.output)
 
     def answer_tokens(self, request: Request, response_bytes: int) -> int:
-        """Return the estimated completion tokens of an answer that was not streamed; -1 = unknown, as of a response that
-        runs in the background: it is answered before it has any."""
+        """Return the estimated completion tokens of an answer that was not streamed; -1 = unknown, as for a response
+        that runs in the background: it is answered before it has any."""
         known = self._learned.get((request.target_model, request.api), _UNKNOWN)
         unknown = request.stream or request.api == RESPONSES_STORED
         if unknown or response_bytes <= 0 or known.answer_bytes <= 0.0:
