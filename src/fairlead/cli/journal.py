@@ -174,7 +174,8 @@ def capture(
     block_size: _BlockSize = 0,
     salt: _Salt = "",
     time_ratio: Annotated[
-        float, typer.Option(metavar="N", min=0.001, help="Multiply times, if stubs ran faster than real servers.")
+        float,
+        typer.Option(metavar="N", min=0.001, max=1e6, help="Multiply times, if stubs ran faster than real servers."),
     ] = 1.0,
     refused: Annotated[bool, typer.Option("--refused", help="Keep requests that were refused.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="What was written, as JSON.")] = False,

@@ -74,7 +74,7 @@ def tune(
     neighbour: _Neighbour = "",
     seconds: Annotated[float, typer.Option(min=1, help="Stop probing after this long.")] = 180.0,
     time_ratio: Annotated[
-        float, typer.Option(metavar="N", min=0.001, help="The stub's --time-ratio, if the server is a stub.")
+        float, typer.Option(metavar="N", min=0.001, max=1e6, help="The stub's --time-ratio, if the server is a stub.")
     ] = 1.0,
     header: Header = None,
     extra: Annotated[str, typer.Option(metavar="JSON", help="More fields for every request.")] = '{"ignore_eos": true}',
@@ -82,8 +82,8 @@ def tune(
     prompt_tokens: _PromptTokens = 0,
     output_tokens: _OutputTokens = 0,
     hit_rate: _HitRate = -1,
-    slo_ttft_ms: Annotated[float, typer.Option(metavar="MS", min=1, help="Objective of TTFT.")] = 2000.0,
-    slo_tpot_ms: Annotated[float, typer.Option(metavar="MS", min=1, help="Objective of TPOT.")] = 50.0,
+    slo_ttft_ms: Annotated[float, typer.Option(metavar="MS", min=1, max=1e9, help="Objective of TTFT.")] = 2000.0,
+    slo_tpot_ms: Annotated[float, typer.Option(metavar="MS", min=1, max=1e9, help="Objective of TPOT.")] = 50.0,
     max_num_seqs: _MaxNumSeqs = 0,
     json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:

@@ -363,6 +363,8 @@ def test_the_command_fits_a_file_and_its_preset_is_simulated(tmp_path):
         (("--observations", "no-such-file"), 2, "No such file"),
         (("http://127.0.0.1:1", "--extra", "nope"), 2, "--extra"),
         (("http://127.0.0.1:1", "--header", "nope"), 2, "--header"),
+        (("--observations", "x", "--slo-ttft-ms", "inf"), 2, "--slo-ttft-ms"),
+        (("http://127.0.0.1:1", "--time-ratio", "1e400"), 2, "--time-ratio"),
     ],
 )
 def test_wrong_input_is_one_line(arguments, code, message):
