@@ -501,14 +501,16 @@ def test_a_policy_that_learns_from_outcomes_is_replayed(
 ) -> None:
     """Also beside it and guided: what it learns is the same."""
 
-    def cost(self: Any, request: Any, fleet: Any, cycle: Any) -> Any:
-        return np.array([vars(self).get(name, 0.0) for name in fleet.table.ids])
+    class Learning(LeastRequests):
+        """A class of its own: whether a class has `ended` is asked once, and the answer kept for the whole process."""
 
-    def ended(self: Any, outcome: OutcomeRecord) -> None:
-        vars(self)[outcome.endpoint] = outcome.duration_ms
+        def cost(self, request: Any, fleet: Any, cycle: Any) -> Any:
+            return np.array([vars(self).get(name, 0.0) for name in fleet.table.ids])
 
-    monkeypatch.setattr(LeastRequests, "cost", cost)
-    monkeypatch.setattr(LeastRequests, "ended", ended, raising=False)
+        def ended(self, outcome: OutcomeRecord) -> None:
+            vars(self)[outcome.endpoint] = outcome.duration_ms
+
+    monkeypatch.setattr("fairlead.plugins.policies.by_load.LeastRequests", Learning)
     record_run(tmp_path, "policy: least-requests", seconds=20.0)
     run = one_run(tmp_path)
     result = replay(run)
