@@ -59,6 +59,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """So does what a file's tests have left, after its last one: reports, caches, modules."""
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return result
+
+
 @pytest.fixture(autouse=True)
 def a_test_that_hangs_fails(request: pytest.FixtureRequest) -> Iterator[None]:
     """And tells where its tasks wait."""
