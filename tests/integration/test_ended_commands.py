@@ -41,25 +41,31 @@ ASKED = (signal.SIGINT, signal.SIGTERM)
 
 
 @pytest.mark.parametrize(
-    ("command", "asked"),
+    ("command", "asked", "where"),
     [
-        *((command, asked) for command in (COMPARE, ("demo",), PLAN) for asked in ASKED),
-        *((command, signal.SIGKILL) for command in (COMPARE, PLAN)),
+        *((command, asked, "foreground") for command in (COMPARE, ("demo",), PLAN) for asked in ASKED),
+        *((command, signal.SIGTERM, "background") for command in (COMPARE, PLAN)),
+        *((command, signal.SIGKILL, "foreground") for command in (COMPARE, PLAN)),
     ],
-    ids=lambda value: value.name if isinstance(value, signal.Signals) else value[0],
+    ids=lambda value: value if isinstance(value, str) else getattr(value, "name", None) or value[0],
 )
 def test_a_command_that_is_ended_takes_its_children_with_it(
-    tmp_path: Path, command: tuple[str, ...], asked: signal.Signals
+    tmp_path: Path, command: tuple[str, ...], asked: signal.Signals, where: str
 ) -> None:
     more = ("--out", str(tmp_path / "out")) if command[0] != "demo" else ("--port", str(free_port_block()))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fairlead", *command, *more],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        start_new_session=True,
-    )
+    # Shells start background jobs with SIGINT ignored; this test may be part of one.
+    usual = signal.signal(signal.SIGINT, signal.SIG_IGN if where == "background" else signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fairlead", *command, *more],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            start_new_session=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, usual)
     try:
         until(lambda: len(others_of(process.pid)) >= 2 or process.poll() is not None, "it started nothing")
         if asked == signal.SIGINT:

@@ -255,22 +255,23 @@ def _end_with_parent() -> None:
 @contextmanager
 def deaf_children() -> Iterator[None]:
     """Hide Ctrl-C from the processes that are started in the body; a terminal sends it to all of its processes. Only
-    this process handles it, and only after the body, because a half-started process would not be cleaned up. Blocking
-    the signal is not enough here: other threads (numpy has some) receive it, and Python interrupts the main thread
-    anyway."""
+    this process handles it, and SIGTERM, and only after the body, because a half-started process would not be cleaned
+    up. Blocking the signals is not enough here: other threads (numpy has some) receive them, and Python interrupts the
+    main thread anyway."""
     resource_tracker.ensure_running()  # it unblocks signals when it starts
     came: list[int] = []
     main = current_thread() is main_thread()
-    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number)) if main else None
+    numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
+    handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if main:
-            signal.signal(signal.SIGINT, handler)
-    if came:
-        signal.raise_signal(signal.SIGINT)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for each in came:
+        signal.raise_signal(each)
 
 
 Figures = dict[str, float]
