@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -28,7 +29,7 @@ _HEAP = r"^overload\.envoy\.resource_monitors\.fixed_heap\.pressure$"
 #: Seconds since its start, as of up to five seconds ago.
 _UPTIME = r"^server\.uptime$"
 #: All answers to clients, by class.
-_ANSWERS = r"^http\.gateway\.downstream_rq_[2-5]xx$"
+_ANSWERS = rf"^http\.{LISTENER}\.downstream_rq_[2-5]xx$"
 _HEALTHY = r"^cluster\.ext_proc\.membership_healthy$"
 #: Fetches of the issuer's keys that failed, for each filter that needs them; and servers with a certificate that the
 #: gateway does not trust.
@@ -113,18 +114,16 @@ class EnvoyAdmin:
         except (TimeoutError, OSError):
             return None
 
-        answers = {name[-3:]: values.pop(name) for name in [*values] if "downstream_rq" in name}
-
-        def total(*begin: str) -> int:
-            return sum(value for name, value in values.items() if name.startswith(begin))
+        def total(pattern: str) -> int:
+            return sum(value for name, value in values.items() if re.match(pattern, name))
 
         return Vitals(
-            unscheduled=total("cluster.all_endpoints"),
-            heap=total("overload.") / 100,
-            key_failures=total("http."),
-            untrusted=total("cluster.jwks."),
-            uptime=total("server."),
-            answers=answers,
+            unscheduled=total(_UNSCHEDULED),
+            heap=total(_HEAP) / 100,
+            key_failures=total(_KEYS_FAIL),
+            untrusted=total(_UNTRUSTED),
+            uptime=total(_UPTIME),
+            answers={name[-3:]: value for name, value in values.items() if re.match(_ANSWERS, name)},
         )
 
     async def asks_scheduler(self, count: int = 1) -> bool:
