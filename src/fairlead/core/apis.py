@@ -43,6 +43,8 @@ WITHOUT_OUTPUT = frozenset(
 )
 #: APIs whose requests may have several prompts. All others have one, whatever number of answers they ask for.
 PROMPT_LISTS = frozenset((COMPLETIONS, SGLANG, EMBEDDINGS, POOLING, SCORE, RERANK))
+#: APIs whose requests are turns of a conversation.
+CONVERSED = frozenset((CHAT, MESSAGES, RESPONSES, RESPONSES_STORED))
 #: APIs that the engine's model has nothing to do for.
 WITHOUT_MODEL = frozenset((CONVERSATIONS, COUNT_TOKENS, TOKENIZE, RENDER, MODELS))
 #: APIs whose requests are not repeated once they may have begun: their effect is unknown, or they use stored data.

@@ -21,7 +21,7 @@ from fairlead.apis.parsed import ParsedRequest, scoped, unread
 from fairlead.apis.prompt import openings
 from fairlead.apis.request import Parser, explained, parse_request, parser_of, too_large
 from fairlead.core import headers as names
-from fairlead.core.apis import CHAT, EXACT, MESSAGES, OTHER, RESPONSES, RESPONSES_STORED, STREAMING, api_of, read_path
+from fairlead.core.apis import CONVERSED, EXACT, OTHER, STREAMING, api_of, read_path
 from fairlead.core.errors import ClientError
 from fairlead.core.models import Catalogue
 from fairlead.core.prefix import ChainHasher
@@ -545,7 +545,7 @@ class Understanding:
 
     def _opening(self, session: str, parsed: ParsedRequest) -> str:
         """See `Request.opening`."""
-        if not parsed.prompt or parsed.api not in (CHAT, MESSAGES, RESPONSES, RESPONSES_STORED):
+        if not parsed.prompt or parsed.api not in CONVERSED:
             return ""
         for begins in openings(parsed.prompt[-1]):
             name = f"{RECOGNISED}{xxh3_64_intdigest(begins):016x}"

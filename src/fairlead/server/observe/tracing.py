@@ -49,7 +49,7 @@ _LONGEST = 3600.0
 #: The trace ids of this many last requests are kept.
 _REMEMBERED = 4096
 _MAX_NAME = 200
-_CHAT = dict.fromkeys((apis.CHAT, apis.MESSAGES, apis.RESPONSES, apis.RESPONSES_STORED), "chat")
+_CHAT = dict.fromkeys(apis.CONVERSED, "chat")
 _TEXT = dict.fromkeys((apis.COMPLETIONS, apis.GENERATE, apis.SGLANG, apis.GRPC), "text_completion")
 _OPERATIONS = {**_CHAT, **_TEXT, apis.EMBEDDINGS: "embeddings", apis.GRPC_EMBED: "embeddings"}
 
