@@ -124,9 +124,11 @@ class Fleet:
         """Add or change an endpoint. If its address changed, release the leases at the old one and return them.
         `listing`: the list of models of a new endpoint is about to be read. One that comes while none is reachable is
         not either, before it answers."""
-        slot, lost, leases = self.table.slot(endpoint.id), self.unreachable, list[Lease]()
+        slot, leases = self.table.slot(endpoint.id), list[Lease]()
         old = None if slot is None else self.table.endpoints[slot]
-        if old is not None and old.address != endpoint.address:
+        moved = old is not None and old.address != endpoint.address
+        lost = (slot is None or moved) and self.unreachable
+        if moved:
             leases, slot = self.down(endpoint.id), None
         if slot is None:
             slot = self._join(endpoint)
