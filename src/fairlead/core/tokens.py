@@ -104,7 +104,7 @@ class TokenEstimator:
 
     def answer_tokens(self, request: Request, response_bytes: int) -> int:
         """Return the estimated completion tokens of an answer that was not streamed; -1 = unknown, as for a response
-        that runs in the background: it is answered before it has any."""
+        that may run in the background: it is answered before it has any."""
         known = self._learned.get((request.target_model, request.api), _UNKNOWN)
         unknown = request.stream or request.api == RESPONSES_STORED
         if unknown or response_bytes <= 0 or known.answer_bytes <= 0.0:

@@ -83,7 +83,7 @@ INDEXER_DOWN = Kind(
     "scheduler.indexer-down", Severity.ERROR, "the indexer does not answer, so prefixes are judged by what was learned",
     "check its log and network policy; restart it", "docs/runbook.md#fairleadindexerdown",
 )  # fmt: skip
-#: Gauges, their values while something is wrong, and the label that says where.
+#: Gauges, their values while something is wrong, and the label that says where. A breaker has a series for each state.
 _GAUGES = (
     ("fairlead_scheduler_connected", 0.0, "scheduler", REMOTE_DOWN),
     ("fairlead_scheduler_breaker", 1.0, "scheduler", REMOTE_FAILS),
