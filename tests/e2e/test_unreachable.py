@@ -209,6 +209,48 @@ async def test_what_got_no_byte_is_answered_elsewhere_byte_for_byte(
             assert not any(name in head for head in mute.heads), "what is for the gateway stays there"
 
 
+class Answering:
+    """A model server whose answers to all requests are alike: with `status`, `after` seconds."""
+
+    def __init__(self, status: int, after: float) -> None:
+        self.status, self.after = status, after
+        self.asked = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower():
+            await reader.readexactly(int(head.partition("content-length: ")[2].partition("\r\n")[0] or 0))
+            known = head.startswith("post")
+            if known:
+                self.asked += 1
+                await asyncio.sleep(self.after)
+            body = b"%d" % (self.status if known else 404)
+            writer.write(b"HTTP/1.1 %b X\r\ncontent-length: %d\r\n\r\n%b" % (body, len(body), body))
+
+
+@pytest.mark.parametrize(("first", "second"), [((200, 0.9), (503, 0.0)), ((500, 0.6), (200, 0.9))])
+async def test_a_refusal_does_not_win_over_an_answer_that_is_still_to_come(
+    live: Callable[..., Awaitable[Any]],
+    envoy: Callable[..., Envoy],
+    monkeypatch: pytest.MonkeyPatch,
+    first: tuple[int, float],
+    second: tuple[int, float],
+) -> None:
+    monkeypatch.setattr(stalls, "OVERDUE_S", 0.3)
+    monkeypatch.setattr(stalls, "OVERDUE_WHOLE_S", 0.3)
+    monkeypatch.setattr(stalls, "OVERDUE", 1e-5)
+    servers = [Answering(*first), Answering(*second)]
+    async with (
+        TcpServer(servers[0].serve) as one,
+        TcpServer(servers[1].serve) as other,
+        world(live, envoy, [one.address, other.address]) as at,
+    ):
+        for stream in (True, True, False, False):
+            got = await at.ask(chat(5, stream))
+            assert (got.status, got.body) == (200, b"200")
+        assert servers[0].asked + servers[1].asked > 6, "most requests went to both"
+        assert at.envoy.code is None
+
+
 async def test_what_nobody_knows_is_not_begun_twice(
     live: Callable[..., Awaitable[Any]], envoy: Callable[..., Envoy], upstream: Upstream
 ) -> None:

@@ -230,9 +230,14 @@ def _destinations(protocol: Json, chosen: str, fallback: str, either: str, hold:
 # vLLM sends the headers of a stream immediately, and the first byte when it has computed the prompt. Envoy retries no
 # request whose response headers it has seen. So a filter between the router and the connection holds the headers until
 # there is a byte: a request whose server dies or hangs before that has no answer yet. None of Envoy's filters does
-# that, but a WebAssembly module of 251 bytes with one function does:
+# that, but a WebAssembly module of 334 bytes with one function does:
 #
-#     proxy_on_response_headers(context, headers, end) → end == 0       1 = stop here; the first byte resumes it
+#     proxy_on_response_headers(context, headers, end) → end == 0 and status[0] == "2"
+#                                                        1 = stop here; the first byte resumes it
+#
+# Headers of errors are never held. If a hedged request gets one, Envoy drops that attempt and waits for the other, but
+# bytes that come out of a filter with their headers go on nevertheless: to the client as an answer without a head, or
+# to ext_proc, which crashes Envoy (measured, 1.40).
 #
 # The other functions are those that the interface (proxy-wasm 0.2.1) requires. V8 adds 16 MB to Envoy's memory.
 
@@ -243,30 +248,40 @@ def hold_module() -> bytes:
     def vector(*entries: bytes) -> bytes:
         return bytes([len(entries)]) + b"".join(entries)
 
+    def text(name: str) -> bytes:
+        return bytes([len(name)]) + name.encode()
+
     def section(number: int, content: bytes) -> bytes:
         size = len(content)
         return bytes([number]) + (bytes([size]) if size < 128 else bytes([size & 127 | 128, size >> 7])) + content
 
-    i32, get_end, is_zero, constant = 0x7F, b"\x20\x02", b"\x45", b"\x41"
+    i32, get_end, is_zero, equal, both, constant = 0x7F, b"\x20\x02", b"\x45", b"\x46", b"\x71", b"\x41"
+    # Envoy writes what it is asked for at 1024, where the module tells it to, and at 8 and 12 where it lies.
+    answer, status = constant + b"\x80\x08", ":status"
+    arguments = (2, 0, len(status), 8, 12)  # of response headers, the name at 0
+    read_status = b"".join(constant + bytes([value]) for value in arguments) + b"\x10\x00\x1a"
+    is_2xx = answer + b"\x2d\x00\x00" + constant + b"2" + equal
     functions: tuple[tuple[tuple[str, ...], int, int, bytes], ...] = (  # names, parameters, results, instructions
         (("_initialize", "proxy_abi_version_0_2_1"), 0, 0, b""),
-        (("proxy_on_memory_allocate",), 1, 1, constant + b"\x80\x08"),
+        (("proxy_on_memory_allocate",), 1, 1, answer),
         (("proxy_on_vm_start", "proxy_on_configure"), 2, 1, constant + b"\x01"),
         (("proxy_on_context_create",), 2, 0, b""),
-        (("proxy_on_response_headers",), 3, 1, get_end + is_zero),
+        (("proxy_on_response_headers",), 3, 1, read_status + get_end + is_zero + is_2xx + both),
     )
-    types = (
-        b"\x60" + vector(*[bytes([i32])] * taken) + vector(*[bytes([i32])] * given) for _, taken, given, _ in functions
-    )
-    exports = [(name, 0, number) for number, (names, *_) in enumerate(functions) for name in names]
-    named = (bytes([len(n)]) + n.encode() + bytes([kind, number]) for n, kind, number in [("memory", 2, 0), *exports])
+    kinds = ((len(arguments), 1), *((taken, given) for _, taken, given, _ in functions))
+    types = (b"\x60" + vector(*[bytes([i32])] * taken) + vector(*[bytes([i32])] * given) for taken, given in kinds)
+    # The imported function is the first.
+    exports = [(name, 0, number) for number, (names, *_) in enumerate(functions, 1) for name in names]
+    named = (text(name) + bytes([kind, number]) for name, kind, number in [("memory", 2, 0), *exports])
     bodies = (bytes([len(code) + 2, 0]) + code + b"\x0b" for *_, code in functions)
     sections = (
         section(1, vector(*types)),
-        section(3, vector(*(bytes([number]) for number in range(len(functions))))),
+        section(2, vector(text("env") + text("proxy_get_header_map_value") + b"\x00\x00")),
+        section(3, vector(*(bytes([number]) for number in range(1, len(kinds))))),
         section(5, vector(b"\x00\x01")),  # a page of memory
         section(7, vector(*named)),
         section(10, vector(*bodies)),
+        section(11, vector(b"\x00" + constant + b"\x00\x0b" + text(status))),
     )
     return b"\x00asm\x01\x00\x00\x00" + b"".join(sections)
 
