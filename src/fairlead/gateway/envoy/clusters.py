@@ -164,6 +164,8 @@ _WIDE = {
         {"max_connections": _MANY, "max_pending_requests": _MANY, "max_requests": _MANY, "max_retries": _MANY}
     ]
 }
+#: A header that answers have between these clusters and the router: the status, and how many attempts have begun.
+ATTEMPT = "x-fairlead-attempt"
 #: Of a retry policy: not the same host again.
 OTHER_HOSTS = [
     extension("envoy.retry_host_predicates.previous_hosts", "retry.host.previous_hosts.v3.PreviousHostsPredicate")
@@ -296,8 +298,12 @@ def _held(protocol: Json) -> Json:
         "vm_config": {"vm_id": "hold", "runtime": "envoy.wasm.runtime.v8", "code": code},
     }
     hold = extension("envoy.filters.http.wasm", "filters.http.wasm.v3.Wasm", config=plugin)
+    attempt = {"key": ATTEMPT, "value": "%RESPONSE_HEADER(:status)% %UPSTREAM_REQUEST_ATTEMPT_COUNT%"}
+    added = {"append": {"header": attempt, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}}
+    kind = "filters.http.header_mutation.v3.HeaderMutation"
+    header = extension("envoy.filters.http.header_mutation", kind, mutations={"response_mutations": [added]})
     codec = extension("envoy.filters.http.upstream_codec", "filters.http.upstream_codec.v3.UpstreamCodec")
-    return {_HTTP_OPTIONS: {**protocol[_HTTP_OPTIONS], "http_filters": [hold, codec]}}
+    return {_HTTP_OPTIONS: {**protocol[_HTTP_OPTIONS], "http_filters": [hold, header, codec]}}
 
 
 def _destination(name: str, protocol: Json, namespace: str, key: str) -> Json:

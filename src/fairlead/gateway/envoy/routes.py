@@ -10,6 +10,7 @@ from fairlead.core.headers import DESTINATION, FALLBACK, OWN_NAMESPACE, REWRITTE
 from fairlead.gateway.access_log import GATEWAY_ID, REFUSED_UPLOAD
 from fairlead.gateway.envoy.authentication import JWT, KEYS, NAMED
 from fairlead.gateway.envoy.clusters import (
+    ATTEMPT,
     DESTINATION_CLUSTER,
     EITHER,
     GRPC_DESTINATION,
@@ -282,12 +283,17 @@ def _repeated(route: Json, cluster: str, hedge: bool) -> Json:
     say which requests may be retried after they have begun (`answers.Answers.retry_headers`)."""
     named = [*route["match"]["dynamic_metadata"], _present(FALLBACK, OWN_NAMESPACE)]
     at_once = {"base_interval": "0.001s", "max_interval": "0.001s"}
-    policy = {"retry_on": f"{_NOT_BEGUN},reset-before-request", "num_retries": 1, "retry_back_off": at_once}
+    retry_on = f"{_NOT_BEGUN},reset-before-request"
+    policy: Json = {"retry_on": retry_on, "num_retries": 1, "retry_back_off": at_once}
     action = {**route["route"], "cluster": cluster, "retry_policy": policy}
     if hedge:
         action["hedge_policy"] = {"hedge_on_per_try_timeout": True}
+        # There is no third attempt. But what would be retried does not win while the other attempt may be answered.
+        policy["retry_on"] = f"{retry_on},retriable-headers"
+        policy["retriable_headers"] = [{"name": ATTEMPT, "string_match": {"exact": "429 2"}}]
     return {
         **route,
+        "response_headers_to_remove": [*route.get("response_headers_to_remove", ()), ATTEMPT],
         "match": {**route["match"], "dynamic_metadata": named},
         "route": action,
         "request_body_buffer_limit": _REPEATABLE_BODY,

@@ -157,7 +157,8 @@ def test_what_names_a_second_endpoint_is_repeated_once_and_nothing_else_is() -> 
     for route in repeated:
         assert {m["filter"] for m in route["match"]["dynamic_metadata"]} == {"envoy.lb", "fairlead"}
         policy = route["route"]["retry_policy"]
-        assert set(policy["retry_on"].split(",")) == {"connect-failure", "refused-stream", "reset-before-request"}
+        conditions = {"connect-failure", "refused-stream", "reset-before-request", "retriable-headers"}
+        assert set(policy["retry_on"].split(",")) == conditions
         assert "retry_host_predicate" not in policy
     for name, first, second in (
         ("dst_or_second", "dst", "dst_second"),
