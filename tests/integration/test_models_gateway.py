@@ -289,6 +289,10 @@ async def test_errors(tmp_path: Path) -> None:
         assert not got.field("x-llm-d-request-dropped-reason")
         got = await w.post(chat(None))
         assert (got.status, error(got)["param"]) == (400, "model")
+        async with Http1(w.port) as client:
+            for _ in range(3):
+                assert (await client.ask(Ask("POST", "/v1/chat/completions", [JSON], [chat(None)]))).status == 400
+            assert client.opened == 1, "the connection goes on"
         got = await w.post(chat("chat"), ("x-llm-d-model-name-rewrite", "secret"))
         assert (got.status, error(got)["code"]) == (404, "model_not_found")
         got = await w.post(
