@@ -127,7 +127,7 @@ class Fleet:
         slot, leases = self.table.slot(endpoint.id), list[Lease]()
         old = None if slot is None else self.table.endpoints[slot]
         moved = old is not None and old.address != endpoint.address
-        lost = (slot is None or moved) and self.unreachable
+        lost = (slot is None or moved) and (self.unreachable if self.table.count else self._failed_at > self.good_at)
         if moved:
             leases, slot = self.down(endpoint.id), None
         if slot is None:
@@ -385,6 +385,10 @@ class Fleet:
             table.version += 1  # what is remembered for waiting requests is looked up again
         table.failures[slot] = scrapes
         table.judge_trouble()
+
+    def doubt(self, now: float) -> None:
+        """Take the endpoint that comes next to an empty pool for unreachable before it answers, as after a failure."""
+        self._failed_at = now
 
     @property
     def unreachable(self) -> bool:

@@ -735,6 +735,9 @@ class Pipeline:
         return []
 
     def _endpoint_up(self, event: ev.EndpointUp) -> list[Instruction]:
+        flow = self.flow_controller
+        if not self.fleet.table.count and flow is not None and len(flow.flow) and flow.flow.holds:
+            self.fleet.doubt(self._clock.time())
         abandoned = self._abandoned(self.fleet.up(event.endpoint, event.listing))
         self.peers.joined(event.endpoint.id)
         return abandoned

@@ -206,6 +206,19 @@ def test_while_no_server_answers_one_that_comes_or_leaves_ends_no_wait(event: ev
     assert [one.endpoint.id for one in back if isinstance(one, Route)] == names[-1:] * 4
 
 
+@pytest.mark.parametrize("waited", [True, False])
+def test_those_that_wait_in_an_empty_pool_are_sent_once_its_first_server_answers(waited: bool) -> None:
+    pool = Outage("1m", status=200)
+    pool.feed(ev.EndpointDown("a")), pool.feed(ev.EndpointDown("b"))
+    assert [pool.arrive() for _ in range(4 * waited)] == [[Hold]] * (4 * waited)
+    pool.clock.advance(TEST_S)
+    tested = pool.feed(ev.EndpointUp(A)) + pool.feed(ev.EndpointUp(B))
+    assert [type(one) for one in tested] == [Route] * waited, "one is a test"
+    assert pool.arrive() == [Hold if waited else Route], "whom nobody waited for is taken for reachable"
+    sent = pool.answers("b") + [one for _ in range(3) for one in pool.fires(DISPATCH_TIMER)]
+    assert [one.endpoint.id for one in sent if isinstance(one, Route)] == ["b"] * (4 * waited)
+
+
 def test_a_request_that_another_server_answers_keeps_nobody_waiting() -> None:
     pool = Outage("1m", status=200)
     assert pool.arrive() == [Route]
