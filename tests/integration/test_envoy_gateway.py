@@ -544,8 +544,10 @@ async def test_of_two_envoys_one_dies_and_nobody_else_notices(tmp_path: Path) ->
             await process.start()
             first, second = process.supervisors
             assert {await post() for _ in range(40)} == {200}
-            counts = [vitals and vitals.unscheduled for vitals in [await admin.vitals() for admin in process.admins]]
-            assert all(counts), "both take from the one port"
+            (one, two), later = [[await admin.vitals() for admin in process.admins] for _ in range(2)]
+            assert one and two and one.unscheduled and two.unscheduled, "both take from the one port"
+            assert one.answers["2xx"] + two.answers["2xx"] == sent
+            assert [vitals and vitals.asked for vitals in later] == [one.asked + 1, two.asked + 1]
             assert await shown() == sent
             other = second.pid
             os.kill(first.pid, signal.SIGKILL)

@@ -26,8 +26,9 @@ _TIMEOUT = 2.0
 _UNSCHEDULED = r"^cluster\.all_endpoints(_grpc)?\.upstream_rq_total$"
 #: Percentage of the heap limit in use (`Options.max_heap`).
 _HEAP = r"^overload\.envoy\.resource_monitors\.fixed_heap\.pressure$"
-#: Seconds since its start, as of up to five seconds ago.
-_UPTIME = r"^server\.uptime$"
+#: Requests for the admin page. The uptime would not tell that an Envoy was replaced: it follows the wall clock, and is
+#: 0 for five seconds.
+_ASKED = r"^http\.admin\.downstream_rq_total$"
 #: All answers to clients, by class.
 _ANSWERS = rf"^http\.{LISTENER}\.downstream_rq_[2-5]xx$"
 _HEALTHY = r"^cluster\.ext_proc\.membership_healthy$"
@@ -38,7 +39,7 @@ _UNTRUSTED = r"^cluster\.jwks\.ssl\.fail_verify_(error|san)$"
 _POOL = r"^cluster\.all_endpoints\.membership_total$"
 #: Seconds to wait for the counters of a gateway that does not answer.
 _PATIENCE = 0.5
-_VITALS = (_UNSCHEDULED, _HEAP, _KEYS_FAIL, _UNTRUSTED, _UPTIME, _ANSWERS)
+_VITALS = (_UNSCHEDULED, _HEAP, _KEYS_FAIL, _UNTRUSTED, _ASKED, _ANSWERS)
 
 
 class Vitals(NamedTuple):
@@ -51,8 +52,8 @@ class Vitals(NamedTuple):
     #: Fetches of the issuer's keys that failed, and how often the server's certificate was why.
     key_failures: int = 0
     untrusted: int = 0
-    #: Seconds since the start.
-    uptime: int = 0
+    #: Requests for the admin page; each look is one.
+    asked: int = 0
     #: Answers to clients by class: 2xx to 5xx.
     answers: Mapping[str, int] = {}
 
@@ -122,7 +123,7 @@ class EnvoyAdmin:
             heap=total(_HEAP) / 100,
             key_failures=total(_KEYS_FAIL),
             untrusted=total(_UNTRUSTED),
-            uptime=total(_UPTIME),
+            asked=total(_ASKED),
             answers={name[-3:]: value for name, value in values.items() if re.match(_ANSWERS, name)},
         )
 

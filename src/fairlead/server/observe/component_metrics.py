@@ -303,7 +303,7 @@ class GatewayMetrics:
         for number, each in known.items():
             before = self._seen.get(number, each)
             self._seen[number] = each
-            replaced = each.uptime < before.uptime
+            replaced = each.asked < before.asked
             self._restarts += replaced
             earlier = {} if replaced else before.answers
             for kind, count in each.answers.items():

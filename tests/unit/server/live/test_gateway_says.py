@@ -144,7 +144,7 @@ def test_each_envoy_that_was_started_again_is_counted() -> None:
     registry = Registry()
     shown = GatewayMetrics(registry, None, 2, lambda: 10.0)
     for first, second, count in ((60, 5, 0), (65, 10, 0), (0, 15, 1), (5, None, 1), (0, 0, 3)):
-        shown.take([None if uptime is None else Vitals(0, 0.0, uptime=uptime) for uptime in (first, second)])
+        shown.take([None if asked is None else Vitals(0, 0.0, asked=asked) for asked in (first, second)])
         assert b"\nfairlead_gateway_restarts_total %d\n" % count in registry.render()
 
 
@@ -158,7 +158,7 @@ def test_answers_of_the_gateway_are_counted_since_the_first_look() -> None:
         ((0, 4), (15, 9), 16),
         (None, (20, 10), 17),
     ):
-        shown.take([seen and Vitals(0, 0.0, uptime=seen[0], answers={"4xx": seen[1]}) for seen in (first, second)])
+        shown.take([seen and Vitals(0, 0.0, asked=seen[0], answers={"4xx": seen[1]}) for seen in (first, second)])
         assert b'\nfairlead_gateway_responses_total{class="4xx"} %d\n' % count in registry.render()
 
 
