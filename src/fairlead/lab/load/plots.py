@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fairlead.lab.load.report import Summary, figure, percent
-from fairlead.lab.load.spec import RunResult
+from fairlead.lab.load.spec import CANCELLED, RunResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,7 +95,8 @@ def _draw_over_time(axes: "Axes", result: RunResult) -> None:
     shown = (("E2E", [r.e2e() * 1e3 for r in good], _COLOURS[0]), ("TTFT", [r.ttft() * 1e3 for r in good], _COLOURS[2]))
     for label, values, colour in shown:
         axes.plot(due, values, ".", color=colour, markersize=5, label=label)
-    failed = [record.scheduled - result.origin for record in result.records if record.error]
+    bad = (record for record in result.records if record.error not in ("", CANCELLED))
+    failed = [record.scheduled - result.origin for record in bad]
     if failed:
         top = [0.97] * len(failed)
         label = f"failed ({len(failed):,})"

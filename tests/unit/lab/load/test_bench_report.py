@@ -217,6 +217,15 @@ def test_one_run_is_drawn_whatever_came_of_it(tmp_path: Path, records: list[Reco
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_request_that_its_client_gave_up_is_not_drawn_as_failed(tmp_path: Path) -> None:
+    pictures = []
+    for due in (0.0, 0.5):
+        run = result(*(record(i, 0.1) for i in range(9)), Record(9, due, sent=due, error=CANCELLED))
+        plot_run(run, summarise(run), tmp_path / "run.png", "A title")
+        pictures.append((tmp_path / "run.png").read_bytes())
+    assert pictures[0] == pictures[1]
+
+
 @pytest.mark.parametrize("values", [[100.0, 112.0], [5.0], [3.0, 40_000.0], [0.001, 0.02]])
 def test_a_small_difference_looks_small(values: list[float]) -> None:
     from matplotlib.figure import Figure
