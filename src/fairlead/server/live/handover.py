@@ -88,7 +88,8 @@ class Handover:
                 if leads and not self._tells:  # one that began to lead meanwhile reads once more
                     await self._inherit()
                     await self.prepare()
-                    self._tells, taken_over = True, former.acquired
+                    taken_over = former.acquired
+                    self._tells = taken_over == elector.former.acquired  # else another one has led meanwhile
                 took_s = asyncio.get_running_loop().time() - began
                 intervals = [state.settings.interval for state in self._states().values()]
                 pause_s = max(*intervals, 1.0, took_s / _BUSY) if intervals else 1.0

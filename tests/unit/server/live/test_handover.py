@@ -224,6 +224,20 @@ async def test_who_led_long_ago_tells_nothing_before_it_has_taken_over_again(two
         await first.takes_over()
 
 
+async def test_who_led_meanwhile_is_read_although_the_first_look_had_not_ended(two: tuple[Replica, Replica]) -> None:
+    other, leader = two
+    other.serve(1)
+    await other.handover.prepare()
+    async with silent_page() as page:
+        leader.follow(page, acquired="2026-01-02T00:00:00.000000Z")
+        leader.lead()
+        await asyncio.sleep(0.1)
+        leader.lead(False)
+        leader.follow(other.page, acquired="2026-01-03T00:00:00.000000Z")
+        leader.lead()
+        await until(lambda: leader.knows(1))
+
+
 @pytest.mark.parametrize(
     ("settings", "url"),
     [
