@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -231,8 +232,8 @@ class Tempo:
 
 #: Seconds without an answer after which an Envoy counts as down.
 DOWN_S = 3.0
-#: What may go wrong with the issuer's keys: the counts of `Vitals` in this order.
-_FAILURES = ("fetches", "certificates")
+#: What may go wrong with the issuer's keys, and its count.
+_FAILURES = {"fetches": attrgetter("key_failures"), "certificates": attrgetter("untrusted")}
 
 
 class GatewayMetrics:
@@ -257,9 +258,6 @@ class GatewayMetrics:
         #: The last vitals of each Envoy; since the first ones, how often an Envoy was replaced, and answers by class.
         self._seen: dict[int, Vitals] = {}
         self._restarts, self._answers = 0, Counter[str]()
-        #: Of each Envoy, the last counts of fetches of the issuer's keys that failed, and of certificates of its server
-        #: that were refused.
-        self._failures: dict[int, tuple[int, int]] = {}
         self._happened = Happened(HOLD_S)
         text = "Requests that the embedded gateway balanced on its own, by its own count, also without a scheduler."
         registry.show("fairlead_unscheduled_requests_total", text, self._unscheduled)
@@ -284,8 +282,8 @@ class GatewayMetrics:
         """Why the keys of `gateway.jwt.jwksUri` are missing or get old; empty = they are fetched."""
         now = self._now()
         failed, untrusted = (
-            [self._happened.lately(f"{name} {number}", counts[field], now) for number, counts in self._failures.items()]
-            for field, name in enumerate(_FAILURES)
+            [self._happened.lately(f"{name} {number}", count(each), now) for number, each in self._seen.items()]
+            for name, count in _FAILURES.items()
         )
         if not any(failed):
             return ""
@@ -301,6 +299,9 @@ class GatewayMetrics:
         if not known:
             return
         for number, each in known.items():
+            if number not in self._seen:  # a scheduler that died may have reported these
+                for name, failures in _FAILURES.items():
+                    self._happened.begin(f"{name} {number}", failures(each))
             before = self._seen.get(number, each)
             self._seen[number] = each
             replaced = each.asked < before.asked
@@ -308,11 +309,6 @@ class GatewayMetrics:
             earlier = {} if replaced else before.answers
             for kind, count in each.answers.items():
                 self._answers[kind] += max(count - earlier.get(kind, 0), 0)
-            failures = each.key_failures, each.untrusted
-            if number not in self._failures:  # a scheduler that died may have reported them
-                for name, count in zip(_FAILURES, failures, strict=True):
-                    self._happened.begin(f"{name} {number}", count)
-            self._failures[number] = failures
         counts = [known[number].unscheduled if number in known else last for number, last in enumerate(self._last)]
         if counts != self._last:
             # If a count went down, a new Envoy has replaced one that died.
