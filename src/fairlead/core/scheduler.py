@@ -29,7 +29,7 @@ import numpy as np
 from msgspec import structs
 
 from fairlead.core import events as ev
-from fairlead.core.apis import BEGUN_ONCE
+from fairlead.core.apis import BEGUN_ONCE, RESPONSES_STORED
 from fairlead.core.binding import Bound
 from fairlead.core.clock import Clock
 from fairlead.core.errors import PLUGIN_FAILURES, REST_S, ConfigError, PluginError, described, hung, rests_until
@@ -570,8 +570,9 @@ class Pipeline:
     def _learn(self, request: Request, usage: Usage) -> None:
         model = request.target_model
         if usage.prompt_tokens > 0 and request.prompt_bytes > 0:
-            self.tokens.learn(model, request.prompt_bytes, usage.prompt_tokens, request.api)
-            self.fleet.measured(self.tokens.bytes_per_token(model, request.api))
+            ratio = self.tokens.learn(model, request.prompt_bytes, usage.prompt_tokens, request.api)
+            if request.api != RESPONSES_STORED:  # most of its prompt may be stored, and not in its body
+                self.fleet.measured(ratio)
         if usage.completion_tokens > 0:
             tokens = -(-usage.completion_tokens // request.sequences)
             self.tokens.learn_output(model, tokens, request.max_tokens, request.api)

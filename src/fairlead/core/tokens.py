@@ -73,10 +73,11 @@ class TokenEstimator:
         known = self._learned.get((model, api), _UNKNOWN)
         return known.bytes_seen / known.tokens_seen
 
-    def learn(self, model: str, prompt_bytes: int, prompt_tokens: int, api: str = "chat") -> None:
-        """Learn from a reported prompt length. A report without bytes or tokens is ignored."""
+    def learn(self, model: str, prompt_bytes: int, prompt_tokens: int, api: str = "chat") -> float:
+        """Learn from a reported prompt length, and return the bytes per token. A report without bytes or tokens is
+        ignored."""
         if prompt_bytes <= 0 or prompt_tokens <= 0:
-            return
+            return self.bytes_per_token(model, api)
         # Clipped as integers first, because an arbitrarily large integer does not fit a float.
         weight = float(min(prompt_bytes, MAX_WEIGHT))
         ratio = min(prompt_bytes, MAX_TOKENS) / min(prompt_tokens, MAX_TOKENS)
@@ -84,6 +85,7 @@ class TokenEstimator:
         known = self._entry(model, api)
         known.bytes_seen += weight - known.bytes_seen * DECAY
         known.tokens_seen += weight / ratio - known.tokens_seen * DECAY
+        return known.bytes_seen / known.tokens_seen
 
     def estimate_output(self, model: str, max_tokens: int = 0, api: str = "chat") -> int:
         """Return the expected completion tokens, 1 to `max_tokens` (0 = no limit); 1 for APIs that generate none."""

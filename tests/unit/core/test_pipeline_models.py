@@ -85,6 +85,16 @@ def test_tokens_of_a_prompt_are_learned_for_the_target() -> None:
     )
 
 
+@pytest.mark.parametrize("api", ["responses", "responses_stored"])
+def test_a_history_that_a_server_has_stored_does_not_tell_how_much_text_caches_hold(api: str) -> None:
+    made = pipeline(model("a"))
+    before = made.fleet.bytes_per_token
+    request = Request(id=1, arrived=0.0, api=api, model="a", prefix=CHAIN, prompt_bytes=768, prompt_tokens=200)
+    made.handle(ev.RequestArrived(request))
+    made.handle(ev.UsageReported(1, Usage(prompt_tokens=50_000, completion_tokens=1)))
+    assert (made.fleet.bytes_per_token < before) is (api == "responses")
+
+
 def test_prompts_of_other_targets_share_no_prefix() -> None:
     made = pipeline(model("chat", "a", "b"))
     chains = {arrive(made, i, model="chat")[1].target_model: arrive(made, 100 + i, model="chat")[1] for i in range(30)}
