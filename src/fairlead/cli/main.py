@@ -32,8 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     if os.environ.get("NO_COLOR"):
         os.environ["TERM"] = "dumb"  # Rich and click look at TERM; NO_COLOR alone leaves bold, dim and cursor codes.
-    if os.environ.get("COLUMNS") == "0":
-        del os.environ["COLUMNS"]  # the width is not known, and Rich would print empty tables
+    for size in ("COLUMNS", "LINES"):
+        if os.environ.get(size) == "0":
+            del os.environ[size]  # it is not known, and Rich would print empty tables and screens
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows `?`

@@ -12,6 +12,7 @@ from typing import Annotated
 import pytest
 import typer
 from commands import fairlead
+from rich.console import Console
 from tcp import TcpServer
 
 from fairlead import __version__
@@ -143,6 +144,21 @@ def test_errors_become_exit_codes(
     command(serve)
     assert run("serve") == code
     assert capsys.readouterr().err == said
+
+
+def test_a_terminal_that_does_not_know_its_size_has_the_usual_one(
+    command: Callable[[Callable[..., object]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    monkeypatch.setenv("LINES", "0")
+    seen: list[int] = []
+
+    def serve() -> None:
+        seen.extend(Console().size)
+
+    command(serve)
+    assert run("serve") == 0
+    assert min(seen) > 0
 
 
 def test_an_error_nobody_meant_keeps_its_traceback(command: Callable[[Callable[..., object]], None]) -> None:

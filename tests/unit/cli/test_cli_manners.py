@@ -215,15 +215,6 @@ def test_where_the_output_goes(shell: str, code: int, said: str) -> None:
     assert (ended.returncode, ended.stderr) == (code, said)
 
 
-@pytest.mark.simulation
-def test_tables_are_printed_where_the_width_is_unknown(tmp_path: Path) -> None:
-    """Some programs that start others in a terminal without a size set COLUMNS=0."""
-    few = ["-n", "5", "--seeds", "1", "--max-replicas", "1", "--processes", "1"]
-    arguments = ["plan", "-w", "short-chat", *few, "--out", str(tmp_path)]
-    command, unknown = [sys.executable, "-m", "fairlead", *arguments], os.environ | {"COLUMNS": "0"}
-    assert "replicas  " in subprocess.run(command, env=unknown, capture_output=True, text=True).stdout
-
-
 def test_a_terminal_without_utf8_shows_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stream)
