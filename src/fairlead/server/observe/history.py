@@ -8,7 +8,7 @@ Rules
 """
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from math import inf
 from typing import NamedTuple
 
@@ -97,6 +97,8 @@ class History:
         self._failed_since, self._failed, self._failed_at = now, 0, -inf
         #: Endpoints out of use, by id. Those of `_hung` and `_failing` stay, although requests test both now and then.
         self.out: dict[str, Out] = {}
+        #: Endpoints of which only the metrics fail: they are sent requests all the same, and answer.
+        self._answering: dict[str, Out] = {}
         #: Endpoints out of use because of hangs, until they make progress.
         self._hung: set[str] = set()
         #: Endpoints that failing answers have put out of use, until one of their answers is good, or until nothing has
@@ -133,6 +135,16 @@ class History:
         if now >= self._next_point:
             self.points.append(self.point(now))
             self._next_point = now - now % POINT + POINT
+
+    def _answer(self, out: Mapping[str, Out], now: float) -> set[str]:
+        """Which of these endpoints, of which no scrape works, answered requests of the last minute sent after that."""
+        answers = ((each, out[each.endpoint]) for each in self._watch.newest if out and each.endpoint in out)
+        return {
+            answer.endpoint
+            for answer, silent in answers
+            if 200 <= answer.status < 400 and silent.reason not in _WHY
+            if answer.at - max(answer.duration_ms, 0.0) / 1e3 > max(silent.since, now - HOLD_S)
+        }
 
     def _shown(self) -> dict[tuple[str, str], int]:
         return {(endpoint, _WHY.get(out.reason, "silent")): 1 for endpoint, out in self.out.items()}
@@ -218,7 +230,7 @@ class History:
             avoided = table.ejected_until > now
             for slot in np.flatnonzero((silent | hangs | fails | avoided) & table.alive).tolist():
                 name = table.ids[slot]
-                known = self.out.get(name)
+                known = self.out.get(name) or self._answering.get(name)
                 if silent[slot]:
                     reason = watch.unread(name)
                     reason = REFUSED if "refused" in reason.lower() else reason
@@ -229,6 +241,7 @@ class History:
                 else:
                     continue
                 out[name] = Out(reason, known.since if known else now)
+        self._answering = {name: out.pop(name) for name in self._answer(out, now)}
         self.out = out
         if (judged := (table.version, watch.any_role, frozenset(out), table.targets)) != self._judged:
             self._judged = judged

@@ -100,6 +100,24 @@ def test_a_model_is_out_while_none_of_its_endpoints_can_answer() -> None:
     assert out() == {}
 
 
+def test_an_endpoint_that_answers_is_in_use_though_its_metrics_cannot_be_read() -> None:
+    pool = Pool()
+    slot = pool.fleet.table.slot("a")
+    assert slot is not None
+    pool.fleet.table.set_based(slot, BaseModels(frozenset({"m"})))
+    pool.passes(5.0, (200, "natural"))
+    for _ in range(3):
+        pool.fleet.scrape_failed("a", pool.now)
+    pool.passes(2.0, (500, "natural"))
+    assert [*pool.history.out] == ["a"] and [*pool.history.models_out] == ["m"], "those answers were before"
+    pool.passes(2.0, (200, "natural"))
+    assert not pool.history.out and not pool.history.models_out
+    pool.passes(59.0)
+    assert not pool.history.out
+    pool.passes(3.0)
+    assert pool.history.out["a"].since == 5.5 and [*pool.history.models_out] == ["m"]
+
+
 def test_a_target_that_no_endpoint_has_is_out() -> None:
     """Of a split, which goes on sending its share there."""
     pool = Pool()
