@@ -37,6 +37,7 @@ ELSEWHERE = ("fairlead_kube_",)
 #: On the page only where an indexer is asked, or where there are several schedulers.
 WITH_OTHERS = ("fairlead_indexer_up", "fairlead_replicas_peers", "fairlead_replicas_unheard_seconds")
 RECORDED = ("vllm_time_to_first_token_seconds_bucket", "vllm_queue_depth")
+RECORDED += ("fairlead_excused_requests", "fairlead_gateway_refused")
 #: Only the shape is promised: nothing of the kind happens while all is well.
 QUIET = re.compile(
     r"fairlead_(fallback_requests|plugin_errors|lease_expired|kv_disagreements|kv_trust|shadow_cut_off"

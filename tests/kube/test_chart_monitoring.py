@@ -88,7 +88,7 @@ def test_alerts_can_be_left_out(helm: Helm) -> None:
     left = one(helm.render(*WITH_RULES, "--set", "monitoring.rules.disabled={HighTTFT,EPPPodDown}"), "PrometheusRule")
     assert every - names(left["spec"]) == {"HighTTFT", "EPPPodDown"}
     recorded = [rule for group in left["spec"]["groups"] for rule in group["rules"] if "record" in rule]
-    assert len(recorded) == 2
+    assert len(recorded) == 4
     said = helm.refused(*WITH_RULES, "--set", "monitoring.rules.disabled={HighTTTF}")
     assert "there is no alert HighTTTF; there are" in said and "HighTTFT" in said
 
