@@ -38,6 +38,7 @@ async def told() -> AsyncIterator[Told]:
         port: int | None = None,
         token: str = "",
         later: str = "",
+        means: dict[str, float | None] = {},  # noqa: B006
     ) -> str:
         pages = [later or metrics, metrics]
 
@@ -56,6 +57,9 @@ async def told() -> AsyncIterator[Told]:
                 return web.json_response({"endpoints": rows})
             if request.path == "/debug/decisions":
                 return web.json_response({"decisions": (decisions or [])[: int(request.query["last"])]})
+            if request.path == "/dashboard/snapshot":
+                rows = [{"id": name, "actual_ms": ms} for name, ms in means.items()]
+                return web.json_response({"now": {"endpoints": rows}})
             if request.path == "/debug/replicas" and replicas is not None:
                 return web.json_response(replicas)
             if request.path.startswith("/debug/decisions/"):
@@ -159,6 +163,67 @@ async def test_many_requests_that_fail_are_named(world: Any, told: Told, failed:
     assert codes(report) == found
     for finding in report.findings:
         assert finding.evidence == "7 of 100 requests since the start: ModelServerError 6, Internal 1"
+
+
+ENDPOINTS = "".join(f'fairlead_endpoint_stale{{endpoint="{name}"}} 0\n' for name in "abc")
+WAITING = 'fairlead_flow_waiting_requests 38\nfairlead_flow_head_age_seconds{priority="0"} '
+
+
+@pytest.mark.parametrize(
+    ("metrics", "evidence"),
+    [
+        (WAITING + "1.5\n", ""),  # a burst
+        (WAITING.replace('"0"', '"-10"') + "300\n", ""),  # sheddable requests are meant to wait
+        (WAITING + "30\n" + "".join(f'fairlead_endpoint_out{{endpoint="{each}"}} 1\n' for each in "abc"), ""),
+        (WAITING + "30.4\n", "38 requests wait, the oldest for 30 s; 3 endpoints serve"),
+        (
+            WAITING + '30\nfairlead_endpoint_out{endpoint="a",why="fails"} 1\nfairlead_desired_replicas 8\n',
+            "38 requests wait, the oldest for 30 s; 2 endpoints serve, fairlead_desired_replicas is 8",
+        ),
+        (
+            'fairlead_scale_up_wanted 1\nfairlead_desired_replicas{role="prefill"} 2\n'
+            'fairlead_desired_replicas{role="decode"} 3\n',
+            "requests found all overloaded; 3 endpoints serve, fairlead_desired_replicas is 5",
+        ),
+    ],
+)
+async def test_an_overload_is_named_with_the_servers_that_are_missing(
+    world: Any, told: Told, metrics: str, evidence: str
+) -> None:
+    here = [{"id": "127.0.0.1:9", "address": "127.0.0.1:9"}]
+    found = await examined(world, await told(ENDPOINTS + metrics, here), "scheduler")
+    overloads = [each for each in found.findings if each.code == "scheduler.overloaded"]
+    assert [each.evidence for each in overloads] == [evidence] * bool(evidence)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "decided", "evidence"),
+    [
+        (0, 40, 0, "40 of 40 answers just now are errors without a decision"),
+        (10, 40, 20, ""),  # the scheduler refused some
+        (40, 30, 0, ""),
+        (0, 2, 0, ""),
+    ],
+)
+async def test_a_gateway_that_refuses_most_requests_is_named(
+    world: Any, told: Told, good: int, bad: int, decided: int, evidence: str
+) -> None:
+    here = [{"id": "127.0.0.1:9", "address": "127.0.0.1:9"}]
+    page = (
+        'fairlead_gateway_responses_total{{class="2xx"}} {}\nfairlead_gateway_responses_total{{class="4xx"}} {}\n'
+        'llm_d_epp_request_error_total{{error_code="BadRequest"}} {}\n'
+    )
+    pages = page.format(1_000, 5, 3), page.format(1_000 + good, 5 + bad, 3 + decided)
+    report = await examined(world, await told(pages[0], here, later=pages[1]), "scheduler")
+    assert [each.evidence for each in report.findings] == [evidence] * bool(evidence)
+
+
+async def test_servers_with_late_first_tokens_are_named_the_slowest_first(world: Any, told: Told) -> None:
+    here = [{"id": "127.0.0.1:9", "address": "127.0.0.1:9"}]
+    means = {"a": 2100.0, "b": 1900.0, "c": 12_345.0, "d": None}
+    (late,) = (await examined(world, await told("", here, means=means), "scheduler")).findings
+    assert (late.code, late.where) == ("scheduler.late", ("c", "a"))
+    assert late.evidence == "12.3 s at c, the mean of the last minute"
 
 
 async def test_requests_that_fail_now_are_named_after_weeks_without_failures(world: Any, told: Told) -> None:

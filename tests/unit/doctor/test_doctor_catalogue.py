@@ -14,7 +14,7 @@ from fairlead.core.fleet import Fleet
 from fairlead.doctor import checks
 from fairlead.doctor.checks import CHECKS
 from fairlead.doctor.run import Kind
-from fairlead.server.observe.component_metrics import show_replicas
+from fairlead.server.observe.component_metrics import GatewayMetrics, show_replicas
 from fairlead.server.observe.history import History
 from fairlead.server.observe.kv_metrics import KvMetrics, show_questions
 from fairlead.server.observe.watch import Watch
@@ -76,6 +76,7 @@ def test_every_metric_that_is_read_exists() -> None:
     show_replicas(watch.metrics.registry, None)
     client: Any = SimpleNamespace(up=True, ends={})
     show_questions(watch.metrics.registry, lambda: client)
+    GatewayMetrics(watch.metrics.registry, None, 1, lambda: 0.0)
     shown = set(re.findall(r"^# TYPE (\S+)", b"".join(watch.exposition()).decode(), re.MULTILINE))
     assert len(read) > 10
     assert {name.removesuffix("_sum") for name in read} <= shown

@@ -32,7 +32,8 @@ UNREACHABLE = Kind(
 )  # fmt: skip
 REFUSED = Kind(
     "metrics.refused", Severity.ERROR, "an endpoint refuses to serve its metrics page",
-    "401 or 403: set metrics.tokenFile to a token with access; 404: correct metricsUrl or metrics.path", _UNEVEN,
+    "401 or 403: set metrics.tokenFile to a token with access; 404: correct metricsUrl or metrics.path; 5xx: read the "
+    "server's log, restart it", _UNEVEN,
 )  # fmt: skip
 ENGINE = Kind(
     "metrics.engine", Severity.ERROR, "the metrics page is not one of the configured engine",

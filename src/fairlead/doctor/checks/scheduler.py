@@ -94,6 +94,21 @@ ERRORS = Kind(
     "scheduler.errors", Severity.ERROR, "more than 5 % of the requests failed",
     "the evidence names the codes; the runbook has the cause of each", "docs/runbook.md#fairleaderrorshigh",
 )  # fmt: skip
+REFUSES = Kind(
+    "scheduler.gateway-refuses", Severity.ERROR, "the gateway itself refuses most requests",
+    "see what a client gets: 401 or 403 is about keys, tokens or the clock, 404 about paths, 413 about sizes",
+    "docs/runbook.md#fairleaderrorshigh",
+)  # fmt: skip
+OVERLOADED = Kind(
+    "scheduler.overloaded", Severity.ERROR, "the pool is saturated: no endpoint in use has room",
+    "add model servers, or lower the limit or priority of who floods. If no more are wanted, servers have become slow",
+    "docs/runbook.md#fairleadsaturated",
+)  # fmt: skip
+LATE = Kind(
+    "scheduler.late", Severity.WARNING, "first tokens take longer than autoscaling.ttft",
+    "if all servers are late, see the check hits, or add some; if one is, look at its GPU and log, and restart it",
+    "docs/runbook.md#highttft",
+)  # fmt: skip
 ALONE = Kind(
     "scheduler.alone", Severity.ERROR, "the scheduler cannot send to the other replicas, so it decides alone",
     "let the scheduler reach the server in replicas.via, or write to the directory; the evidence says why it fails",
@@ -183,18 +198,21 @@ async def _notes(site: Site) -> list[str]:
 
 async def _errors(site: Site) -> list[Finding]:
     """Of a scheduler that has run for weeks, the requests since its start say little about now."""
-    before, asked_before = _failed(await tried(site.admin("/metrics")))
+    page = await tried(site.admin("/metrics"))
+    before, asked_before = _failed(page)
     await asyncio.sleep(_LOOK_S)
-    failed, asked = _failed(await site.metrics_now())
+    later = await site.metrics_now()
+    failed, asked = _failed(later)
     lately = failed - before
+    findings = _refused(page, later)
     if failed.total() > _MANY_FAIL * asked:
         when = "since the start"
     elif lately.total() > max(_FEW, _MANY_FAIL * (asked - asked_before)):
         failed, asked, when = lately, asked - asked_before, "just now"
     else:
-        return []
+        return findings
     codes = ", ".join(f"{code} {count}" for code, count in failed.most_common())
-    return [ERRORS.at("", f"{failed.total()} of {asked:g} requests {when}: {codes}")]
+    return [*findings, ERRORS.at("", f"{failed.total()} of {asked:g} requests {when}: {codes}")]
 
 
 def _failed(page: Answer | Unreached) -> tuple[Counter[str], float]:
@@ -204,6 +222,62 @@ def _failed(page: Answer | Unreached) -> tuple[Counter[str], float]:
         if labels.get("error_code") in _FAILURES:
             failed[labels["error_code"]] += int(count)
     return +failed, sum(count for _, count in series(page, "llm_d_epp_request_total"))
+
+
+def _refused(before: Answer | Unreached, later: Answer | Unreached) -> list[Finding]:
+    """Keys, tokens, paths and sizes are checked before a scheduler is asked."""
+    answers = Counter[str]()
+    for page, sign in ((later, 1), (before, -1)):
+        for labels, count in series(page, "fairlead_gateway_responses_total"):
+            answers[labels.get("class", "")] += sign * int(count)
+        answers["decided"] += sign * int(sum(count for _, count in series(page, "llm_d_epp_request_error_total")))
+    refused = answers["4xx"] + answers["5xx"] - answers.pop("decided")
+    if refused <= max(_FEW, answers.total() / 2):
+        return []
+    return [REFUSES.at("gateway", f"{refused} of {answers.total()} answers just now are errors without a decision")]
+
+
+async def _crowded(site: Site) -> list[Finding]:
+    """Sheddable requests are meant to wait. While no endpoint is in use, that is the finding."""
+    heads = await site.metric("fairlead_flow_head_age_seconds")
+    oldest = max((age for labels, age in heads if not labels.get("priority", "").startswith("-")), default=0.0)
+    waits = oldest > site.config.autoscaling.ttft
+    known, out = [len(await site.metric(name)) for name in ("fairlead_endpoint_stale", "fairlead_endpoint_out")]
+    if known <= out or not (waits or await _total(site, "fairlead_scale_up_wanted")):
+        return []
+    waiting = await _total(site, "fairlead_flow_waiting_requests")
+    wanted = await _total(site, "fairlead_desired_replicas")
+    evidence = f"{waiting:g} requests wait, the oldest for {oldest:.0f} s" if waits else "requests found all overloaded"
+    desired = f", fairlead_desired_replicas is {wanted:g}" if wanted else ""
+    return [OVERLOADED.at("", f"{evidence}; {known - out} endpoints serve{desired}")]
+
+
+class _Mean(Struct):
+    """The mean time from sending a request to its first token, of an endpoint's answers of the last minute."""
+
+    id: str
+    actual_ms: float | None = None
+
+
+class _Endpoints(Struct, frozen=True):
+    endpoints: list[_Mean] = []
+
+
+class _Snapshot(Struct):
+    now: _Endpoints = _Endpoints()
+
+
+async def _late(site: Site) -> list[Finding]:
+    try:
+        rows = convert(await site.admin_json("/dashboard/snapshot"), _Snapshot, strict=False).now.endpoints
+    except ValidationError:
+        return []
+    took = sorted(((row.actual_ms or 0.0) / 1e3, row.id) for row in rows)[::-1]
+    return [
+        LATE.at(name, f"{seconds:.1f} s at {name}, the mean of the last minute")
+        for seconds, name in took
+        if seconds > site.config.autoscaling.ttft
+    ]
 
 
 async def _gauges(site: Site) -> list[Finding]:
@@ -242,7 +316,7 @@ async def scheduler(site: Site) -> list[Finding]:
             findings.append(PLUGINS.at(labels.get("plugin_name", ""), f"{count:g} times since the start"))
     unscheduled = sum(count for _, count in await site.metric("fairlead_fallback_requests_total"))
     asked = sum(count for _, count in await site.metric("llm_d_epp_request_total"))
-    findings += await _errors(site)
+    findings += [*await _errors(site), *await _crowded(site), *await _late(site)]
     if unscheduled > _MANY * (unscheduled + asked):
         findings.append(FALLBACKS.at("gateway", f"{unscheduled:g} of {unscheduled + asked:g} requests since the start"))
     return findings
