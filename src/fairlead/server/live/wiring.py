@@ -159,7 +159,8 @@ class LiveJournal:
     def hung(self) -> str:
         """Why records wait; empty = none waits for long."""
         waits_s = self._outer.time() - self.recorder.oldest
-        return f"the journal's disk has not answered for {waits_s:.0f} s; records wait" if waits_s > HANGS_S else ""
+        text = f"records have waited {waits_s:.0f} s for the journal's disk, which hangs or is far too slow"
+        return text if waits_s > HANGS_S else ""
 
     def close(self) -> None:
         if self._writer is not None:

@@ -225,7 +225,7 @@ def test_a_disk_that_hangs_is_said_while_few_records_wait(tmp_path: Path) -> Non
         journal.recorder.take(clock.time(), StreamLost(1))
         assert journal.hung() == ""
         clock.advance(20.0)
-    assert journal.hung() == "the journal's disk has not answered for 40 s; records wait"
+    assert journal.hung() == "records have waited 40 s for the journal's disk, which hangs or is far too slow"
     journal.recorder.waiting.clear()
     assert journal.hung() == ""
 
