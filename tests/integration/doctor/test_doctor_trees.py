@@ -49,6 +49,8 @@ async def told() -> AsyncIterator[Told]:
             if request.path == "/metrics":
                 text = pages.pop() if len(pages) > 1 else pages[0]
                 return web.Response(text=text, status=500 if "metrics failed" in text else 200)
+            if request.path == "/debug/endpoints" and endpoints is None:
+                return web.Response(status=503, text="too many readers\n")
             if request.path == "/debug/endpoints":
                 pool = request.query.get("pool", "")
                 if several and not pool:
@@ -91,6 +93,13 @@ async def test_a_scheduler_that_is_not_ready_says_why(world: Any, told: Told) ->
     found = await examined(world, await told(endpoints=here, unready="not ready\n- no endpoints\n"), "scheduler")
     assert codes(found) == {"scheduler.not-ready"}
     assert found.findings[0].evidence == "not ready - no endpoints"
+
+
+@pytest.mark.parametrize(("listed", "found"), [(None, set()), ([], {"scheduler.other-endpoints"})])
+async def test_a_list_of_endpoints_that_cannot_be_read_differs_from_nothing(
+    world: Any, told: Told, listed: list[Json] | None, found: set[str]
+) -> None:
+    assert codes(await examined(world, await told(endpoints=listed), "scheduler")) == found
 
 
 @pytest.mark.parametrize("kubernetes", [{"pool": "llama"}, {"namespaces": ["a", "b"]}], ids=["one", "several"])

@@ -77,7 +77,8 @@ REMOTE_FAILS = Kind(
 )  # fmt: skip
 CUT_OFF = Kind(
     "scheduler.shadow-cut-off", Severity.WARNING, "a policy on trial was cut off",
-    "the scheduler's log has the reason; correct it and reload", "docs/runbook.md#fairleadshadowcutoff",
+    "the scheduler's log has the reason; correct it, then restart or change a setting under shadows",
+    "docs/runbook.md#fairleadshadowcutoff",
 )  # fmt: skip
 INDEXER_DOWN = Kind(
     "scheduler.indexer-down", Severity.ERROR, "the indexer does not answer, so prefixes are judged by what was learned",
@@ -148,7 +149,7 @@ async def _ready(site: Site) -> list[Finding]:
 
 async def _pool(site: Site) -> list[Finding]:
     source = site.config.endpoints
-    if not (source.static or source.file) or not site.config.admin.debug:
+    if not (source.static or source.file) or await site.admin_json("/debug/endpoints") is None:
         return []
     runs = {row.id: row.address for row in await site.rows()}
     listed = {endpoint.id: endpoint.address for endpoint in site.endpoints}
