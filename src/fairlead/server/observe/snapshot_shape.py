@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from fairlead.core.endpoint import PREFILL_ONLY, STAGES
 from fairlead.core.fleet import ERRORS_TO_EJECT
+from fairlead.core.kv.answered import AnsweredIndex
 from fairlead.core.remote import CLOSED
 from fairlead.core.trust import Finding
 from fairlead.server.observe.component_metrics import SPEED
@@ -524,8 +525,11 @@ def _events(watch: Watch, endpoints: Sequence[EndpointRow]) -> Iterable[Notice]:
         yield Notice(WATCH, f"distrusted {cause}", text, detail=what, runbook="FairleadIndexNotTrusted")
     if stopped:
         caches = "its cache" if len(stopped) == 1 else "their caches"
-        text = f"KV events of {_listed(stopped, len(endpoints))} have stopped; later changes of {caches} are unknown."
-        yield Notice(WATCH, "stopped", text, runbook="FairleadKvFeedDown")
+        verb, section = "have stopped", "FairleadKvFeedDown"
+        if isinstance(exact.index, AnsweredIndex):
+            verb, section = "do not come from the indexer", "FairleadIndexerDown"
+        text = f"KV events of {_listed(stopped, len(endpoints))} {verb}; later changes of {caches} are unknown."
+        yield Notice(WATCH, "stopped", text, runbook=section)
 
 
 def _forecasts(endpoints: Iterable[EndpointRow]) -> Iterable[Notice]:

@@ -11,6 +11,7 @@ from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.errors import PluginError
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.fleet import Fleet
+from fairlead.core.kv.answered import AnsweredIndex
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.recipe import Recipe
 from fairlead.core.records import OutcomeRecord
@@ -424,6 +425,18 @@ def test_events_of_many_endpoints_are_one_sentence_per_cause():
             "unknown.",
         ),
     ]
+
+
+def test_events_that_an_indexer_should_answer_for_lead_to_the_indexer():
+    scene = EventScene("ab")
+    scene.exact = scene.fleet.exact = ExactKnowledge(Recipe(), AnsweredIndex("m", Recipe().space()))
+    for slot in (0, 1):
+        scene.exact.add_slot(slot)
+    scene.answer("a", "b")
+    scene.stop(0)
+    (notice,) = scene.notices()
+    assert notice.text.startswith("KV events of endpoint a do not come from the indexer;")
+    assert notice.runbook == "FairleadIndexerDown"
 
 
 def test_endpoints_that_are_not_trusted_for_one_cause_keep_what_is_known_of_each():
