@@ -115,6 +115,24 @@ def any_case(kind: Any, node: Any) -> Any:
     return renamed
 
 
+def only_known(kind: Any, node: Any, place: Place, report: Report, strict: Collection[Any] = ()) -> Any:
+    """The value without the fields that its model does not have, which are noted. Models in `strict` keep theirs."""
+    if isinstance(node, list):
+        return [only_known(_kind(kind, (i,)), value, (*place, i), report, strict) for i, value in enumerate(node)]
+    model = isinstance(kind, type) and issubclass(kind, BaseModel) and kind not in strict
+    if not (model and isinstance(node, dict)):
+        return node
+    known = fields(kind)
+    for key in node:
+        if key not in known:
+            report.note((*place, str(key)), "unknown field; it is left out")
+    return {
+        key: only_known(_kind(kind, (key,)), value, (*place, key), report, strict)
+        for key, value in node.items()
+        if key in known
+    }
+
+
 def _steps(node: Any, loc: tuple[str | int, ...]) -> Place:
     """The part of an error's location that exists in the file. The rest names members of unions, or missing keys."""
     steps: list[str | int] = []

@@ -2,9 +2,10 @@
 
 Rules
 * The schemas are those of the published CRDs. Whatever an API server would refuse or drop, including unknown fields, is
-  a problem here, with its path and line. Anything beyond the CRDs is accepted only if some revision of the API has it:
-  criticality `Default`, weight 0, `poolRefs` and `poolSelector` of objectives. Empty model names are refused too: no
-  client could ask for them.
+  a problem here, with its path and line. In objects of an API server unknown fields are those of a newer CRD, whose
+  defaults all objects get: they are left out and noted, but not within a match, which they would widen.
+* Anything beyond the CRDs is accepted only if some revision of the API has it: criticality `Default`, weight 0,
+  `poolRefs` and `poolSelector` of objectives. Empty model names are refused too: no client could ask for them.
 * A file may contain any number of documents and lists (`List`, `InferenceModelList`, …). Other kinds cause notes, so
   that a file that also contains the pool and its Deployment can be used unchanged.
 * No text raises an exception. A file with any problem must not be used at all; `Manifests.problems` says why. For
@@ -23,7 +24,7 @@ from msgspec.structs import replace
 from pydantic import Field
 
 from fairlead.config import yaml
-from fairlead.config.check import read
+from fairlead.config.check import only_known, read
 from fairlead.config.problems import Place, Problem, Report, describe, shorten
 from fairlead.config.schema import Section
 from fairlead.config.yaml import MAX_BYTES
@@ -409,8 +410,10 @@ class ModelObject(Struct, frozen=True):
 
 def read_model_object(value: Mapping[str, Any], kind: str, version: str) -> ModelObject:
     """Read an object of an API server. `version`: `group/version`. Never raises."""
-    report = Report(lambda place: 0)
-    definition = read_object(dict(value), report, (), kind, version)
+    report, known = Report(lambda place: 0), dict(value)
+    if "spec" in known:
+        known["spec"] = only_known(_KINDS[kind][0], known["spec"], ("spec",), report, (Match,))
+    definition = read_object(known, report, (), kind, version)
     report.close()
     metadata = value.get("metadata")
     metadata, refs = metadata if isinstance(metadata, dict) else {}, _pool_refs(value)

@@ -134,6 +134,28 @@ def test_the_oldest_has_the_name_and_the_broken_one_is_told() -> None:
     assert len(model_set(objects, "p", "n").models) == 2
 
 
+def test_fields_of_a_newer_crd_are_left_out_and_told() -> None:
+    value = model("a", "chat")
+    value["spec"].update(newField="Auto", targetModels=[{"name": "base", "mode": "x"}])
+    one = read_model_object(value, "InferenceModel", X)
+    plain = {**value["spec"], "targetModels": [{"name": "base"}]}
+    del plain["newField"]
+    assert one.definition == read_model_object({**value, "spec": plain}, "InferenceModel", X).definition is not None
+    (said,) = conditions({"inferencemodels": {"n/a": one}}, "p", "n").values()
+    left_out = ["$.spec.newField", "$.spec.targetModels[0].mode"]
+    assert said.status
+    assert all(f"{path}: unknown field; it is left out" in said.message for path in left_out)
+
+
+def test_a_match_with_a_field_of_a_newer_crd_is_not_widened() -> None:
+    match = {"model": {"type": "Exact", "value": "chat"}, "headers": [{"name": "x-beta"}]}
+    rules = [{"matches": [match], "targets": [{"modelRewrite": "base"}]}]
+    value = {**model("a", "chat"), "spec": {"poolRef": {"name": "p"}, "rules": rules}}
+    one = read_model_object(value, "InferenceModelRewrite", "llm-d.ai/v1alpha2")
+    assert one.definition is None
+    assert "headers" in one.problems[0]
+
+
 def test_only_what_is_needed_is_kept() -> None:
     one = read_model_object({**model("a", "b"), "status": {"conditions": [{"type": "Ready"}]}}, "InferenceModel", X)
     again = read_model_object({**model("a", "b"), "status": {}}, "InferenceModel", X)
