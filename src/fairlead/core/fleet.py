@@ -744,6 +744,12 @@ class Fleet:
                 beside.hit_at_most = min(before, beside.hit_at_most)
         self.table.free_cache[there.slot] = self.prefix.take_back(there.slot, hashes[depth:])
 
+    def left(self, lease: Lease, now: float) -> None:
+        """The client left before the first token. If the server can hardly have computed the prompt yet, take it back
+        as if refused: who leaves again and again would displace what the server really has from the learned index."""
+        if 1e3 * (now - lease.charged_at) < max(lease.forecast.ttft_ms, 1e-3 * lease.work_us):
+            self.refused(lease)
+
     def measured(self, bytes_per_token: float, share: float = BYTES_SHARE) -> None:
         """Learn the reported bytes per prompt token (`share`: weight), and adapt the bytes that each cache holds."""
         self.bytes_per_token += share * (bytes_per_token - self.bytes_per_token)

@@ -625,6 +625,7 @@ class Pipeline:
             cause = "client-disconnect"
             if entry.state is S.ROUTED:
                 self._stalls.given_up(lease.slot, now)
+                self.fleet.left(lease, now)
             if event.upstream_reset and lease.evicted_at < 0.0 and self.fleet.unfinished(lease, now):
                 cause = "upstream-reset"
         elif lease.evicted_at >= 0.0:
@@ -698,9 +699,12 @@ class Pipeline:
 
     def _given_up(self, entry: RequestEntry, trigger: type | Trigger, cause: str, status: int = 0) -> list[Instruction]:
         assert entry.lease is not None
+        now = self._clock.time()
         self.fleet.ledger.release(entry.lease)
+        if trigger is ev.StreamLost and entry.state is S.ROUTED:
+            self.fleet.left(entry.lease, now)
         end = ev.ResponseEnded(request_id=entry.request.id, status=status)
-        return [self._ended(entry, entry.lease, trigger, end, cause, self._clock.time())]
+        return [self._ended(entry, entry.lease, trigger, end, cause, now)]
 
     def _over(self, entry: RequestEntry, why: Trigger) -> list[Instruction]:
         """End one request of a batch in `Endings`."""

@@ -38,9 +38,11 @@ def model(name: str, *targets: str, criticality: str = "Standard") -> InferenceM
     return InferenceModel(origin=origin, model=name, targets=tuple(map(Target, targets)), criticality=criticality)
 
 
-def pipeline(*models: InferenceModel, rewrites: tuple[InferenceModelRewrite, ...] = ()) -> Pipeline:
+def pipeline(
+    *models: InferenceModel, rewrites: tuple[InferenceModelRewrite, ...] = (), clock: SimClock | None = None
+) -> Pipeline:
     policy = Profile("p", [ModelCompatibility(NoParams())], [], RoundRobin(NoParams()))
-    made = Pipeline(SimClock(), Random(3), Fleet(), policy, TokenEstimator())
+    made = Pipeline(clock or SimClock(), Random(3), Fleet(), policy, TokenEstimator())
     for name in ("a", "b"):
         made.handle(ev.EndpointUp(Endpoint(f"e-{name}", f"10.0.0.1:{ord(name)}", {"model-id": name})))
     made.handle(ev.ModelsChanged(ModelSet(models, rewrites=rewrites)))
@@ -229,6 +231,25 @@ def test_a_prompt_that_its_server_refused_is_not_cached_there(status: int, cache
     _, request = arrive(made, model="b")
     made.handle(ev.ResponseEnded(request_id=1, status=status))
     assert (made.fleet.match(request) is not None) == cached
+
+
+@pytest.mark.parametrize("event", [ev.StreamLost(1), ev.ResponseEnded(request_id=1, client_gone=True)])
+@pytest.mark.parametrize(("after_s", "cached"), [(0.001, False), (30.0, True)])
+def test_a_prompt_is_cached_if_its_client_left_late_enough(event: ev.Event, after_s: float, cached: bool) -> None:
+    clock = SimClock()
+    made = pipeline(clock=clock)
+    _, request = arrive(made, model="b", stream=True)
+    clock.advance(after_s)
+    made.handle(event)
+    assert (made.fleet.match(request) is not None) == cached
+
+
+def test_a_prompt_whose_client_left_after_its_first_token_is_cached() -> None:
+    made = pipeline()
+    _, request = arrive(made, model="b", stream=True)
+    made.handle(ev.FirstTokenSeen(1))
+    made.handle(ev.ResponseEnded(request_id=1, client_gone=True))
+    assert made.fleet.match(request) is not None
 
 
 @pytest.mark.parametrize("status", [408, 429, 499])
