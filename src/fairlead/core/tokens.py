@@ -26,8 +26,10 @@ MAX_BYTES_PER_TOKEN = 12.0
 MAX_WEIGHT = 65536
 #: Weight of the default, in bytes: a few ordinary prompts outweigh it.
 PRIOR_WEIGHT = 4096.0
-#: The sums lose this share with every report, half of their value after 34 reports.
-DECAY = 0.02
+#: The sums lose this share with every report, half of their value after 34 reports. With one of fewer than `FULL` bytes
+#: they lose less in proportion: short prompts are mostly the chat template, and many of them must not outweigh the text
+#: of others.
+DECAY, FULL = 0.02, 2048
 #: Weight of the newest completion length.
 OUTPUT_ALPHA = 0.05
 MAX_TOKENS = 2**31 - 1
@@ -83,8 +85,9 @@ class TokenEstimator:
         ratio = min(prompt_bytes, MAX_TOKENS) / min(prompt_tokens, MAX_TOKENS)
         ratio = min(max(ratio, MIN_BYTES_PER_TOKEN), MAX_BYTES_PER_TOKEN)
         known = self._entry(model, api)
-        known.bytes_seen += weight - known.bytes_seen * DECAY
-        known.tokens_seen += weight / ratio - known.tokens_seen * DECAY
+        decay = DECAY * min(weight / FULL, 1.0)
+        known.bytes_seen += weight - known.bytes_seen * decay
+        known.tokens_seen += weight / ratio - known.tokens_seen * decay
         return known.bytes_seen / known.tokens_seen
 
     def estimate_output(self, model: str, max_tokens: int = 0, api: str = "chat") -> int:

@@ -49,6 +49,21 @@ def test_one_huge_report_does_not_set_the_ratio() -> None:
     assert estimator.bytes_per_token("m") == pytest.approx(4.0, rel=0.06)
 
 
+def test_many_tiny_prompts_count_by_their_bytes() -> None:
+    """`hi` has 36 bytes, and with the chat template as many tokens."""
+    estimator = TokenEstimator()
+    for _ in range(100):
+        estimator.learn("m", 8_000, 2_000)
+    for _ in range(500):
+        estimator.learn("m", 36, 39)
+    assert estimator.bytes_per_token("m") == pytest.approx(4.0, rel=0.15)
+    for _ in range(200):
+        estimator.learn("m", 500, 200)
+    for _ in range(1000):
+        estimator.learn("m", 500, 250)
+    assert estimator.bytes_per_token("m") == pytest.approx(2.0, rel=0.05)
+
+
 def test_models_and_apis_are_apart() -> None:
     estimator = TokenEstimator()
     for _ in range(200):
