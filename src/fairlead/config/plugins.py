@@ -18,7 +18,20 @@ from fairlead.plugins.guarding import GuardedFilter, GuardedPicker, Measuring, P
 
 #: The type of the scorers by which prompts are cut.
 CUTS = "prefix-aware"
-_GUARDS: dict[str, Callable[[Any], Any]] = {"filter": GuardedFilter, "scorer": clamped, "picker": GuardedPicker}
+
+
+def _named(policy: Any) -> Any:
+    if not isinstance(policy, Policy):
+        raise TypeError("it has no `name`; an `__init__` of its own must call `super().__init__(*given, **named)`")
+    return policy
+
+
+_GUARDS: dict[str, Callable[[Any], Any]] = {
+    "filter": GuardedFilter,
+    "scorer": clamped,
+    "picker": GuardedPicker,
+    "policy": _named,
+}
 
 
 def build_policy(

@@ -88,6 +88,7 @@ def test_other_texts_stay_as_they_are() -> None:
         ("import sys\nsys.exit(3)\n", "cannot be run: SystemExit: 3 (mine.py, line 2)"),
         (POLICY.replace("def cost", "def costs"), "class Fewest lacks `cost`"),
         ("class P:\n    type = 'p'\n    def choose(self): ...\n    def __init__(self): ...\n", "unexpected keyword"),
+        (POLICY + "\n    def __init__(self, *given, **named): ...\n", "must call `super().__init__("),
         ("class P:\n    type = 'p'\n    def choose(self): ...\n", "it is called with (parameters, name=…)"),
     ],
 )
