@@ -231,19 +231,25 @@ class Terms(Struct, frozen=True):
 
     #: Prompt tokens that are not cached there, at least 1.
     uncached: FloatColumn
+    #: Computing them.
     prefill: FloatColumn
+    #: Prefill of other requests that comes first.
     queue: FloatColumn
+    #: The steps meanwhile, besides prefill.
     steps: FloatColumn
     #: One step that only decodes.
     step: FloatColumn
     #: KV tokens that the endpoint would need, over its capacity; 0 where that is unknown.
     used: FloatColumn
-    #: TTFT by the model, and as expected (times `kappa`). Without the wait for memory.
+    #: TTFT by the model, without the wait for memory.
     model_ttft: FloatColumn
+    #: TTFT as expected: `model_ttft` times `kappa`.
     ttft: FloatColumn
+    #: What the model leaves out, as a learned factor.
     kappa: FloatColumn
-    #: Waiting for a sequence slot of the engine; loading the adapter.
+    #: Waiting for a sequence slot of the engine.
     slots: FloatColumn = _ZERO
+    #: Loading the adapter.
     loading: FloatColumn = _ZERO
     #: How long the answer may pause for long prompts that come later; not multiplied with `kappa`.
     pauses: FloatColumn = _ZERO

@@ -97,7 +97,8 @@ def loading(request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | N
 
 
 def prefix_share(request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
-    """Return the column of `PREFIX_SHARE`, looked up once per decision."""
+    """Return the share of the prompt (0..1) that each endpoint has cached; `None` = none has any. Looked up once per
+    decision."""
     return cycle.once(PREFIX_SHARE, _shared, fleet.match, request)
 
 
@@ -132,9 +133,11 @@ class Picked(Struct):
     prefill_slot: int = -1
     #: Every candidate was overloaded, so the profile's fallback chose. More replicas are needed.
     overloaded: bool = False
-    #: Estimated share of the prompt that is cached at the chosen endpoint, and the highest such share in the pool.
+    #: Estimated share of the prompt that is cached at the chosen endpoint.
     hit_share: float = 0.0
+    #: The highest such share in the pool.
     best_share: float = 0.0
+    #: The reasons, if the context asks for them.
     trace: Trace | None = None
     #: The policy that decided, if the policy that was called delegates; empty = the called policy itself.
     by: str = ""
@@ -153,8 +156,9 @@ class Picked(Struct):
 class Refused(Struct):
     """The answer for a request that no endpoint can serve, that may not wait, or that has waited too long."""
 
-    #: `reason` is machine-readable; `message` is for the client.
+    #: For machines.
     reason: str
+    #: For the client.
     message: str = ""
     trace: Trace | None = None
     #: As in `Picked`.

@@ -56,7 +56,7 @@ ESTIMATE: Key[Terms] = Key("estimate")
 
 
 def estimate(request: Request, fleet: FleetView, cycle: Cycle) -> Terms:
-    """Return the columns of `ESTIMATE`, in milliseconds and read only."""
+    """Return what the latency model expects of the request at each endpoint. Computed once per decision."""
     return cycle.once(ESTIMATE, _estimate, request, fleet, cycle)
 
 

@@ -165,14 +165,18 @@ class OutcomeRecord(Struct, frozen=True, kw_only=True, gc=False):
     """How a routed request ended."""
 
     request: Request
+    #: Clock seconds of the end.
     at: float
+    #: Id of the endpoint that answered.
     endpoint: str
+    #: HTTP status of the answer; 0 = there was none.
     status: int = 0
     #: `natural`, `client-disconnect`, `upstream-reset`, `stream-lost`, `evicted`, `expired`, `reconciled`,
     #: `endpoint-gone`.
     cause: str = "natural"
-    #: -1 = there was no first token, as in every answer other than a 2xx. In the fields below, -1 = unknown.
+    #: -1 = there was no first token, as in every answer other than a 2xx.
     ttft_ms: float = -1.0
+    #: -1 = unknown, here and in the fields below.
     duration_ms: float = -1.0
     response_bytes: int = -1
     prompt_tokens: int = -1
@@ -180,6 +184,7 @@ class OutcomeRecord(Struct, frozen=True, kw_only=True, gc=False):
     cached_tokens: int = -1
     #: Predicted at decision time, to be compared with `cached_tokens` and `sent_ttft_ms`.
     hit_tokens: int = 0
+    #: What was predicted of its times.
     forecast: Forecast | None = None
     #: Id of the endpoint that was chosen, if the fallback endpoint answered instead; empty = `endpoint` was chosen.
     unreached: str = ""

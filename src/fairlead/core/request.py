@@ -34,11 +34,13 @@ class Request(Struct, frozen=True, gc=False):
     model: str = ""
     #: The model that the endpoint is asked for, if manifests or a header name another one than `model`; empty = none.
     target: str = ""
-    #: Another target model and the name of an objective, from the client's headers; empty = not given.
+    #: Another target model, from the client's headers; empty = not given.
     rewrite: str = ""
+    #: The name of an objective, from the client's headers; empty = not given.
     objective: str = ""
     #: The InferenceModelRewrite (`namespace/name`) that decided the target.
     rewritten_by: str = ""
+    #: Whether the answer is streamed.
     stream: bool = False
     #: Size of the whole body, in bytes.
     body_bytes: int = 0
@@ -48,6 +50,7 @@ class Request(Struct, frozen=True, gc=False):
     prompt_tokens: int = 0
     #: The client's limit on the output tokens of each sequence; 0 = none.
     max_tokens: int = 0
+    #: Hashes of the prompt's leading blocks.
     prefix: PrefixChain = NO_PREFIX
     #: Number of images, sounds, videos and files in the prompt.
     media: int = 0
@@ -57,11 +60,13 @@ class Request(Struct, frozen=True, gc=False):
     session: str = ""
     #: Higher goes first. A request below 0 may be shed.
     priority: int = 0
+    #: The tenant; empty = all without one share a flow.
     fairness_id: str = ""
     #: Addresses (`ip`, `ip:port`) that the gateway allows; `None` = no restriction, empty = none allowed.
     subset: frozenset[str] | None = None
     #: The latencies that the client asks for, in milliseconds; 0 = none.
     slo_ttft_ms: float = 0.0
+    #: The same for the time per output token.
     slo_tpot_ms: float = 0.0
     #: Seconds that the request may wait in the queue; 0 = as configured.
     ttl_s: float = 0.0

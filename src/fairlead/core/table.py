@@ -365,7 +365,8 @@ class EndpointTable:
         return self.mask(("only prefills",), lambda _, endpoint: endpoint.only_prefills)
 
     def keeping(self, key: tuple[Hashable, ...], keep: Callable[[int, Endpoint], bool]) -> BoolColumn | None:
-        """Return `mask` as a filter's answer: `None` if it keeps every slot."""
+        """Return the slots whose endpoint passes `keep(slot, endpoint)`, as a filter's answer: `None` if all do. `key`
+        remembers the mask until endpoints or models change; it names the filter and its parameters."""
         if key in self._keeping:
             return self._keeping[key]
         mask = self.mask(key, keep)

@@ -1,4 +1,4 @@
-"""The site's hooks, and that its navigation names every page."""
+"""The site's hooks, the comments on its Python page, and that its navigation names every page."""
 
 import importlib.util
 import re
@@ -52,3 +52,13 @@ def test_the_navigation_names_every_page() -> None:
 )
 def test_what_the_hooks_change(hooks: ModuleType, markdown: str, made: str) -> None:
     assert rendered(hooks, markdown) == made
+
+
+def test_the_python_page_shows_the_comments_above_fields() -> None:
+    griffe = pytest.importorskip("griffe", reason="the extra `docs` is not installed")
+    extensions = griffe.load_extensions(str(ROOT / "tools" / "site_comments.py"))
+    module = griffe.load("fairlead.core.request", search_paths=[ROOT / "src"], extensions=extensions)
+    request = module["Request"].members
+    assert request["fairness_id"].docstring.value == "The tenant; empty = all without one share a flow."
+    assert request["blocks"].docstring.value.endswith("and never in a record, log\nor journal.")
+    assert request["path"].docstring is None

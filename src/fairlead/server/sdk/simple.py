@@ -28,9 +28,11 @@ class EndpointView(Struct, frozen=True):
     id: str
     address: str
     labels: Mapping[str, str]
-    #: Requests before their first token; requests past it; share of the KV memory in use (0..1).
+    #: Requests before their first token.
     queue: float
+    #: Requests past it.
     active: float
+    #: Share of the KV memory in use (0..1).
     kv: float
     #: Prompt tokens of the request that the endpoint is believed to have cached.
     hit_tokens: float
