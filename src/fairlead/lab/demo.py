@@ -406,3 +406,10 @@ def _show(plan: Plan, summaries: dict[str, dict[str, Any]], console: Console) ->
             style="bold",
             highlight=False,
         )
+    if not all(summary["valid"] for summary in summaries.values()):
+        console.print(
+            "This machine was too busy, and its delays are in the times above: end other programs, or slow the demo "
+            f"down with --time-ratio {plan.time_ratio / 2:g}.",
+            style="yellow",
+            highlight=False,
+        )

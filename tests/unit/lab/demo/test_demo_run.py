@@ -16,10 +16,17 @@ from fairlead.lab.load.spec import Record, RunResult, RunSpec
 
 #: Seconds until the first token.
 _TTFT = {POLICIES["round-robin"]: 2.0, POLICIES["default"]: 0.125}
+#: Seconds that requests left late, if the machine is busy.
+_LATE = 0.03
 
 
 @pytest.fixture
-def canned(monkeypatch: pytest.MonkeyPatch) -> None:
+def late() -> float:
+    return 0.0
+
+
+@pytest.fixture
+def canned(monkeypatch: pytest.MonkeyPatch, late: float) -> None:
     """Nothing is started; of each policy ten requests come back."""
 
     class Nothing:
@@ -38,7 +45,7 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
 
     async def results(load: RunSpec, _look: object) -> RunResult:
-        answered = Record(0, 1.0, first_data=1.0 + _TTFT[load.name], prompt_tokens=10, cached_tokens=7)
+        answered = Record(0, 1.0, sent=1.0 + late, first_data=1.0 + _TTFT[load.name], prompt_tokens=10, cached_tokens=7)
         records = [structs.replace(answered, end=5.0, completion_tokens=10) for _ in range(10)]
         return RunResult(name=load.name, records=records, duration_s=4.0)
 
@@ -69,6 +76,12 @@ async def test_others_are_judged_only_when_asked(tmp_path: Path, changed: dict[s
     plan = Plan(out=tmp_path, **changed)
     assert "  met  " not in await printed(plan)
     assert "  met  " in await printed(plan, check=True)
+
+
+@pytest.mark.usefixtures("canned")
+@pytest.mark.parametrize("late", [0.0, _LATE])
+async def test_a_busy_machine_is_named(tmp_path: Path, late: float) -> None:
+    assert ("too busy" in await printed(Plan(out=tmp_path))) == (late > 0)
 
 
 async def test_a_taken_port_stops_it_before_anything_is_started(tmp_path: Path) -> None:
