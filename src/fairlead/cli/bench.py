@@ -25,7 +25,7 @@ _Workload = Annotated[
         "-w",
         metavar="KIND|FILE",
         help="shared-prefix, conversation, chat, another kind or a scenario (docs/workloads.md), or a file.",
-        autocompletion=completion("fairlead.cli.bench_load", "KINDS"),
+        autocompletion=completion("fairlead.cli.bench_load", "workloads"),
     ),
 ]
 _Rate = Annotated[

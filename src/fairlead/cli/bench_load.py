@@ -130,10 +130,15 @@ def build(options: LoadOptions) -> Load:
     )
 
 
+def workloads() -> list[str]:
+    """All kinds and scenarios that `--workload` takes."""
+    return [*dict.fromkeys((*KINDS, *listed()))]
+
+
 def _check(options: LoadOptions) -> None:
     known = options.workload in KINDS or is_name(options.workload)
     if not known and not Path(options.workload).is_file():
-        there = suggestion(options.workload, dict.fromkeys((*KINDS, *listed())))
+        there = suggestion(options.workload, workloads())
         raise ConfigError(f"{options.workload!r} is neither a file nor a workload; {there}", "--workload")
     if options.closed and (options.rate or options.arrivals):
         raise ConfigError("a closed loop has no rate and no arrivals: leave out --rate and --arrivals", "--closed")

@@ -172,6 +172,7 @@ def asked_by_bash(words: str) -> dict[str, str]:
         ("fairlead sim run agents --engine llama-8b-l", "llama-8b-l40s"),
         ("fairlead sim workload generate inter", "interactive-chat"),
         ("fairlead bench localhost:1 --workload conv", "conversation"),
+        ("fairlead bench localhost:1 -w agents", "agents"),
         ("fairlead config explain gateway.re", "gateway.retry"),
         ("fairlead doctor --only endp", "endpoints"),
         ("fairlead top --sort wai", "waiting"),

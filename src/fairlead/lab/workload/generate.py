@@ -131,7 +131,7 @@ def generate(kind: str, pace: Pace, parameters: Mapping[str, str]) -> Workload:
 
 
 def arrivals_of(pace: Pace) -> Arrivals:
-    """The arrivals of a pace. Raises `ValueError` for an unknown name, or a rate that is not above 0."""
+    """The arrivals of a pace. Raises `ValueError` for an unknown name, a rate that is not above 0, or half a ramp."""
     if pace.arrivals == "poisson":
         return poisson(pace.rate)
     if pace.arrivals == "constant":
@@ -139,6 +139,8 @@ def arrivals_of(pace: Pace) -> Arrivals:
     if pace.arrivals == "bursty":
         return bursty(pace.rate, pace.cv)
     if pace.arrivals == "ramp":
+        if not (pace.to_rate and pace.seconds):
+            raise ValueError("a ramp goes from --rate to --to-rate within --seconds: give all three")
         return ramp(pace.rate, pace.to_rate, pace.seconds)
     raise ValueError(f"unknown arrivals {pace.arrivals!r}; known: poisson, constant, bursty, ramp")
 

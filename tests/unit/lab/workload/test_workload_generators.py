@@ -140,6 +140,8 @@ def test_parameters_are_words():
             generate("overload", pace, {})
     with pytest.raises(ValueError, match="unknown arrivals"):
         generate("shared-prefix", Pace(count=1, arrivals="tidal"), {})
+    with pytest.raises(ValueError, match="a ramp goes from --rate to --to-rate within --seconds"):
+        generate("shared-prefix", Pace(count=1, arrivals="ramp", to_rate=20.0), {})
     with pytest.raises(ValueError, match="--requests or --seconds"):
         generate("shared-prefix", Pace(), {})
 
