@@ -588,12 +588,14 @@ class Pipeline:
         done = 200 <= event.status < 300
         if (not done or fleet.table.troubled) and event.status not in GIVEN_UP and not event.unsent:
             fleet.ended(lease, 0 < event.status < 500, now)
+        usage, tokens = entry.usage, -1
         if event.usage is not None:
-            entry.usage = event.usage
-            self._learn(entry.request, event.usage)
-            self.tokens.learn_answer(entry.request, event.response_bytes, event.usage.completion_tokens)
+            usage = entry.usage = event.usage
+            self._learn(entry.request, usage)
+        if usage is not None:
+            tokens = usage.completion_tokens
+            self.tokens.learn_answer(entry.request, event.response_bytes, tokens)
         if done:
-            tokens = -1 if entry.usage is None else entry.usage.completion_tokens
             if lease.mark is not None and lease.blind and tokens < 0:
                 tokens = self.tokens.answer_tokens(entry.request, event.response_bytes)
             fleet.completed(lease, now, tokens, event.ttft_ms, event.duration_ms)
