@@ -22,7 +22,7 @@ def codes(examination: Examination) -> set[str]:
 
 @pytest.fixture
 async def told() -> AsyncIterator[Told]:
-    """`await told(metrics, endpoints)` starts the pages; gives their URL. `later`: the metrics from the second time."""
+    """`await told(metrics, endpoints)` starts the pages; gives their URL. `later`: the metrics from the third time."""
     servers: list[TestServer] = []
 
     async def start(
@@ -40,7 +40,7 @@ async def told() -> AsyncIterator[Told]:
         later: str = "",
         means: dict[str, float | None] = {},  # noqa: B006
     ) -> str:
-        pages = [later or metrics, metrics]
+        pages = [later or metrics, metrics, metrics]
 
         async def page(request: web.Request) -> web.Response:
             given = request.headers.get("Authorization", "")
@@ -192,7 +192,7 @@ WAITING = 'fairlead_flow_waiting_requests 38\nfairlead_flow_head_age_seconds{pri
         (
             'fairlead_scale_up_wanted 1\nfairlead_desired_replicas{role="prefill"} 2\n'
             'fairlead_desired_replicas{role="decode"} 3\n',
-            "requests found all overloaded; 3 endpoints serve, fairlead_desired_replicas is 5",
+            "requests found all full; 3 endpoints serve, fairlead_desired_replicas is 5",
         ),
     ],
 )
@@ -351,6 +351,19 @@ async def test_each_worker_is_looked_at(world: Any, told: Told) -> None:
     by_code = {one.code: one for one in found.findings}
     assert by_code["scheduler.not-ready"].where == ("worker 1", "worker 2")
     assert by_code["scheduler.apart"].evidence == trouble
+
+
+async def test_what_waits_at_any_worker_is_counted(world: Any, told: Told) -> None:
+    here, first = [{"id": "127.0.0.1:9", "address": "127.0.0.1:9"}], free_ports(2)[0]
+    waits = 'fairlead_flow_waiting_requests {}\nfairlead_flow_head_age_seconds{{priority="0"}} {}\n'
+    page = {"worker": 0, "workers": 2, "replicas": {"b": {}}}
+    desired = "fairlead_desired_replicas 4\n"
+    admin = await told(ENDPOINTS + desired + waits.format(5, 0.5), here, replicas=page, port=first)
+    await told(ENDPOINTS + desired + waits.format(20, 30), here, port=first + 1)
+    (overload,) = (await examined(world, admin, "scheduler")).findings
+    assert overload.code == "scheduler.overloaded"
+    assert overload.evidence.startswith("25 requests wait, the oldest for 30 s; 3 endpoints serve, ")
+    assert overload.evidence.endswith("fairlead_desired_replicas is 4")
 
 
 async def test_events_that_are_not_relied_on_are_named_with_their_cause(world: Any, told: Told) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from math import inf
 from operator import attrgetter
 from statistics import median
@@ -197,58 +197,68 @@ async def _notes(site: Site) -> list[str]:
     return [line.removeprefix("- ") for line in lines if line.startswith("- ")]
 
 
-async def _errors(site: Site) -> list[Finding]:
-    """Of a scheduler that has run for weeks, the requests since its start say little about now."""
-    page = await tried(site.admin("/metrics"))
-    before, asked_before = _failed(page)
+Pages = Sequence[Answer | Unreached]
+
+
+async def _present(site: Site) -> list[Finding]:
+    """Findings from two readings of all workers' metrics: each counts its own requests, one of them all answers."""
+    before = await site.each_worker("/metrics")
     await asyncio.sleep(_LOOK_S)
-    later = await site.metrics_now()
-    failed, asked = _failed(later)
-    lately = failed - before
-    findings = _refused(page, later)
+    pages = await site.each_worker("/metrics")
+    return [*_errors(before, pages), *_refused(before, pages), *_crowded(pages, site.config.autoscaling.ttft)]
+
+
+def _sum(pages: Pages, name: str) -> float:
+    return sum(value for page in pages for _, value in series(page, name))
+
+
+def _errors(before: Pages, pages: Pages) -> list[Finding]:
+    """Of a scheduler that has run for weeks, the requests since its start say little about now."""
+    failed, asked = _failed(pages), _sum(pages, "llm_d_epp_request_total")
+    lately, asked_lately = failed - _failed(before), asked - _sum(before, "llm_d_epp_request_total")
     if failed.total() > _MANY_FAIL * asked:
         when = "since the start"
-    elif lately.total() > max(_FEW, _MANY_FAIL * (asked - asked_before)):
-        failed, asked, when = lately, asked - asked_before, "just now"
+    elif lately.total() > max(_FEW, _MANY_FAIL * asked_lately):
+        failed, asked, when = lately, asked_lately, "just now"
     else:
-        return findings
+        return []
     codes = ", ".join(f"{code} {count}" for code, count in failed.most_common())
-    return [*findings, ERRORS.at("", f"{failed.total()} of {asked:g} requests {when}: {codes}")]
+    return [ERRORS.at("", f"{failed.total()} of {asked:g} requests {when}: {codes}")]
 
 
-def _failed(page: Answer | Unreached) -> tuple[Counter[str], float]:
-    """The failures not caused by clients, by code, and all requests."""
+def _failed(pages: Pages) -> Counter[str]:
+    """The failures not caused by clients, by code."""
     failed = Counter[str]()
-    for labels, count in series(page, "llm_d_epp_request_error_total"):
-        if labels.get("error_code") in _FAILURES:
-            failed[labels["error_code"]] += int(count)
-    return +failed, sum(count for _, count in series(page, "llm_d_epp_request_total"))
+    for page in pages:
+        for labels, count in series(page, "llm_d_epp_request_error_total"):
+            if labels.get("error_code") in _FAILURES:
+                failed[labels["error_code"]] += int(count)
+    return +failed
 
 
-def _refused(before: Answer | Unreached, later: Answer | Unreached) -> list[Finding]:
+def _refused(before: Pages, pages: Pages) -> list[Finding]:
     """Keys, tokens, paths and sizes are checked before a scheduler is asked."""
     answers = Counter[str]()
-    for page, sign in ((later, 1), (before, -1)):
-        for labels, count in series(page, "fairlead_gateway_responses_total"):
-            answers[labels.get("class", "")] += sign * int(count)
-        answers["decided"] += sign * int(sum(count for _, count in series(page, "llm_d_epp_request_error_total")))
-    refused = answers["4xx"] + answers["5xx"] - answers.pop("decided")
+    for sign, each in ((1, pages), (-1, before)):
+        for page in each:
+            for labels, count in series(page, "fairlead_gateway_responses_total"):
+                answers[labels.get("class", "")] += sign * int(count)
+    decided = _sum(pages, "llm_d_epp_request_error_total") - _sum(before, "llm_d_epp_request_error_total")
+    refused = answers["4xx"] + answers["5xx"] - int(decided)
     if refused <= max(_FEW, answers.total() / 2):
         return []
     return [REFUSES.at("gateway", f"{refused} of {answers.total()} answers just now are errors without a decision")]
 
 
-async def _crowded(site: Site) -> list[Finding]:
+def _crowded(pages: Pages, ttft: float) -> list[Finding]:
     """Sheddable requests are meant to wait. While no endpoint is in use, that is the finding."""
-    heads = await site.metric("fairlead_flow_head_age_seconds")
+    heads = [head for page in pages for head in series(page, "fairlead_flow_head_age_seconds")]
     oldest = max((age for labels, age in heads if not labels.get("priority", "").startswith("-")), default=0.0)
-    waits = oldest > site.config.autoscaling.ttft
-    known, out = [len(await site.metric(name)) for name in ("fairlead_endpoint_stale", "fairlead_endpoint_out")]
-    if known <= out or not (waits or await _total(site, "fairlead_scale_up_wanted")):
+    known, out = [len(series(pages[0], name)) for name in ("fairlead_endpoint_stale", "fairlead_endpoint_out")]
+    if known <= out or not (oldest > ttft or _sum(pages, "fairlead_scale_up_wanted")):
         return []
-    waiting = await _total(site, "fairlead_flow_waiting_requests")
-    wanted = await _total(site, "fairlead_desired_replicas")
-    evidence = f"{waiting:g} requests wait, the oldest for {oldest:.0f} s" if waits else "requests found all overloaded"
+    waiting, wanted = _sum(pages, "fairlead_flow_waiting_requests"), _sum(pages[:1], "fairlead_desired_replicas")
+    evidence = f"{waiting:g} requests wait, the oldest for {oldest:.0f} s" if waiting else "requests found all full"
     desired = f", fairlead_desired_replicas is {wanted:g}" if wanted else ""
     return [OVERLOADED.at("", f"{evidence}; {known - out} endpoints serve{desired}")]
 
@@ -317,7 +327,7 @@ async def scheduler(site: Site) -> list[Finding]:
             findings.append(PLUGINS.at(labels.get("plugin_name", ""), f"{count:g} times since the start"))
     unscheduled = sum(count for _, count in await site.metric("fairlead_fallback_requests_total"))
     asked = sum(count for _, count in await site.metric("llm_d_epp_request_total"))
-    findings += [*await _errors(site), *await _crowded(site), *await _late(site)]
+    findings += [*await _present(site), *await _late(site)]
     if unscheduled > _MANY * (unscheduled + asked):
         findings.append(FALLBACKS.at("gateway", f"{unscheduled:g} of {unscheduled + asked:g} requests since the start"))
     return findings
