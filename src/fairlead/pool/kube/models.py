@@ -98,6 +98,11 @@ class PoolModels:
         return "" if complete else "the definitions of models were not listed yet"
 
     @property
+    def refused(self) -> bool:
+        """Whether the API server does not allow (403) reading a kind that is needed."""
+        return any(reflector.forbidden for reflector in self.reflectors.values())
+
+    @property
     def _known(self) -> bool:
         return self._discovered and all(reflector.ready.is_set() for reflector in self.reflectors.values())
 

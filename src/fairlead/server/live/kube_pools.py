@@ -71,6 +71,10 @@ class _Watched(Struct, eq=False):
     models: PoolModels | None
     slices: Reflector[Slice] | None
 
+    @property
+    def refused(self) -> bool:
+        return self.pools.refused or (self.models is not None and self.models.refused)
+
 
 #: Seconds until slices are looked at again, because contact with the API server may be back.
 LOOK_AGAIN_S = 30.0
@@ -179,7 +183,7 @@ class KubePools(KubeLink):
     def missing(self) -> str:
         if self._synced.is_set():
             return ""  # a pool that appears later does not delay the readiness of other pools
-        allowed = [watched for watched in self._watched.values() if not watched.pools.refused]
+        allowed = [watched for watched in self._watched.values() if not watched.refused]
         for watched in allowed or self._watched.values():  # a namespace without rights does not delay the others
             missing = watched.pools.missing or (watched.models.missing if watched.models is not None else "")
             if missing:
@@ -237,9 +241,9 @@ class KubePools(KubeLink):
         try:
             if not entry.gone.is_set():
                 entry.opened(served)
-                watched.pools.follow(key, served.endpoint)
-                if watched.models is not None:
+                if watched.models is not None:  # first, because it is ready once its endpoints are known
                     watched.models.follow(namespace, name, lambda models: self._defined(served, models))
+                watched.pools.follow(key, served.endpoint)
                 self._judge()
                 await entry.gone.wait()
             await served.close()

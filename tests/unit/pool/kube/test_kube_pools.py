@@ -347,22 +347,28 @@ async def test_a_pool_that_cannot_be_opened_keeps_nobody_waiting(
     await until(lambda: "a/bad" in followed.opened)
 
 
+@pytest.mark.parametrize("plurals", [("pods", "inferencepools"), ("inferenceobjectives",)])
 async def test_a_namespace_without_rights_does_not_hold_up_the_others(
-    kube: FakeKube, tmp_path: Path, stack: AsyncExitStack, until: Any, monkeypatch: pytest.MonkeyPatch
+    kube: FakeKube,
+    tmp_path: Path,
+    stack: AsyncExitStack,
+    until: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    plurals: tuple[str, ...],
 ) -> None:
     monkeypatch.setattr(live_kube, "START_S", 0.1)
     for namespace in "ab":
         kube.put(V1, "inferencepools", pool("llama", namespace, app="vllm"))
-    kube.forbidden |= {("list", "b/pods"), ("list", "b/inferencepools")}
+    kube.forbidden |= {("list", f"b/{plural}") for plural in plurals}
     nowhere = Followed(kube, tmp_path, namespaces=("b",))
     await nowhere.kube.start(stack)
-    await until(lambda: "not allowed to list" in nowhere.unready["kubernetes"])
+    await until(lambda: "not allowed to list" in nowhere.unready.get("kubernetes", ""))
     followed = Followed(kube, tmp_path, namespaces=("a", "b"))
     await followed.kube.start(stack)
     await until(lambda: not followed.unready)
-    assert set(followed.opened) == {"a/llama"}
+    assert set(followed.opened) == ({"a/llama"} if "pods" in plurals else {"a/llama", "b/llama"})
     lines = followed.registry.render().decode().splitlines()
-    assert 'fairlead_kube_connected{resource="b/pods"} 0' in lines
+    assert f'fairlead_kube_connected{{resource="b/{plurals[0]}"}} 0' in lines
 
 
 async def test_the_leader_keeps_the_services_of_all_pools(
