@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from fairlead.config.problems import Place, Report, describe
+from fairlead.config.problems import MAX_PROBLEMS, Place, Report, describe
 from fairlead.plugins.params import Params, camel
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -75,7 +75,9 @@ def read(
     try:
         return model.model_validate(node)
     except ValidationError as error:
-        faults = error.errors(include_url=False)
+        every = error.errors(include_url=False)
+    faults = every[:MAX_PROBLEMS]
+    report.omit(len(every) - len(faults))
     by_place: dict[Place, list[ErrorDetails]] = {}
     for fault in faults:
         by_place.setdefault(_steps(node, fault["loc"]), []).append(fault)

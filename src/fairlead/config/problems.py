@@ -127,7 +127,11 @@ class Report:
     def extend(self, problems: Sequence[Problem]) -> None:
         left = MAX_PROBLEMS - len(self.problems)
         self.problems.extend(problems[:left])
-        self._omitted += max(len(problems) - left, 0)
+        self.omit(max(len(problems) - left, 0))
+
+    def omit(self, count: int) -> None:
+        """Count problems that are not told."""
+        self._omitted += count
 
     def close(self) -> None:
         """Sort by line, and add the number of omitted problems."""

@@ -1,5 +1,6 @@
 """The section `kubernetes`, and the flags that count before it."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from fairlead.cli.serve import labels, overlay, port_numbers
 from fairlead.compat.load import load, overlaid, problems
 from fairlead.config.reload import plan_reload
 from fairlead.core.errors import ConfigError
-from fairlead.pool.model_kinds import conditions, model_set, read_model_object
+from fairlead.pool.model_kinds import MAX_OBJECT, conditions, model_set, read_model_object
 
 
 def test_a_pool_stands_for_endpoints() -> None:
@@ -154,6 +155,22 @@ def test_a_match_with_a_field_of_a_newer_crd_is_not_widened() -> None:
     one = read_model_object(value, "InferenceModelRewrite", "llm-d.ai/v1alpha2")
     assert one.definition is None
     assert "headers" in one.problems[0]
+
+
+def test_an_object_with_thousands_of_faults_is_told_at_once() -> None:
+    targets = [{"modelRewrite": ""}] * 10_000
+    value = {**model("a", ""), "spec": {"poolRef": {"name": "p"}, "rules": [{"targets": targets}]}}
+    began = time.process_time()
+    one = read_model_object(value, "InferenceModelRewrite", "llm-d.ai/v1alpha2")
+    assert time.process_time() - began < 5.0, "each fault was compared with all others"
+    assert one.definition is None
+    assert "modelRewrite" in one.problems[0]
+
+
+def test_an_object_that_takes_long_to_read_is_left_out() -> None:
+    one = read_model_object(model("a", "chat"), "InferenceModel", X, MAX_OBJECT + 1)
+    (said,) = conditions({"inferencemodels": {"n/a": one}}, "p", "n").values()
+    assert (said.status, said.message) == (False, "$.spec: the object is larger than 256 KiB")
 
 
 def test_only_what_is_needed_is_kept() -> None:

@@ -184,7 +184,7 @@ class PoolModels:
             self.look_again()
 
         def read(raw: Raw) -> ModelObject:
-            return read_model_object(read_plain(raw), kind, version)
+            return read_model_object(read_plain(raw), kind, version, len(raw))
 
         reflector = Reflector(
             self._client,
