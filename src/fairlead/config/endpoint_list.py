@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
-from fairlead.config.problems import Place, Problem, show
+from fairlead.config.problems import Place, Problem, show, suggestion
 from fairlead.config.yaml import Node, YamlError, parse_yaml
 from fairlead.core.endpoint import Endpoint, host_port
 from fairlead.core.text import masked
@@ -136,7 +136,7 @@ def _named(entry: _Entry) -> str:
 def _listed(entry: _Entry, endpoint_id: str) -> Listed:
     for key in entry.fields:
         if key not in _KEYS:
-            raise entry.wrong(key, f"unknown field {key[:80]!r}", f"known: {', '.join(KEYS)}")
+            raise entry.wrong(key, f"unknown field {key[:80]!r}", suggestion(key[:80], KEYS))
     host, behind = _split(entry)
     address, literal = _host(entry, host)
     port = _port(entry, behind)
