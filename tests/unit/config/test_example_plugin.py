@@ -45,7 +45,8 @@ def run(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_configuration_may_name_it(site: Path) -> None:
     done = run(site, "-m", "fairlead", "validate", str(EXAMPLE / "fairlead.yaml"))
     assert (done.returncode, done.stderr) == (0, "")
-    assert "valid. Policy custom: 5 filters, 3 scorers, picker top-k. Endpoints: 2." in done.stdout
+    assert "valid. Policy custom: 5 filters, 3 scorers, picker max-score. Endpoints: 2." in done.stdout
+    assert "note:" not in done.stdout
 
 
 def test_it_is_explained(site: Path) -> None:
