@@ -67,7 +67,7 @@ def read(
     """Read a `model` from a mapping; `None` counts as an empty one. Reports problems, and then returns `None`.
 
     `places`: the places of keys that are not under `place`. `hints`: hints for some unknown keys. `siblings`: names
-    that the caller handles itself, for suggestions.
+    that the caller handles itself, as suggestions for keys under `place`.
     """
     if node is not None and not isinstance(node, dict):
         report.add(place, f"expected a mapping, got {describe(node)}")
@@ -91,7 +91,8 @@ def read(
         for fault in by_place[steps]:
             if fault["type"] == "extra_forbidden":
                 name = str(steps[-1])
-                known = {*fields(_kind(model, steps[:-1])), *(siblings if len(steps) == 1 else ())}
+                beside = len(steps) == 1 and name not in (places or {})
+                known = {*fields(_kind(model, steps[:-1])), *(siblings if beside else ())}
                 report.unknown(where, "field", name, known, (hints or {}).get(name, "") if len(steps) == 1 else "")
             elif fault["type"] == "literal_error" and isinstance(fault["input"], str):
                 report.unknown(where, "value", fault["input"], _choices(fault))

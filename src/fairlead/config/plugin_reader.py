@@ -112,7 +112,7 @@ class PluginReader(Struct, eq=False):
                 place,
                 self.report,
                 where,
-                hints={"weight": "only scorers have a weight"},
+                hints={"weight": "write it beside type" if kind == "scorer" else "only scorers have a weight"},
                 siblings=own_keys(kind),
             )
             if parameters is None or not isinstance(name, str):

@@ -352,6 +352,14 @@ BAD: list[tuple[str, list[tuple[str, int, str, str]]]] = [
         [("$.scorers[1]", 4, "named 'load-aware' is there already", "name of its own")],
     ),
     (ONE + "scorers:\n- {type: load-aware, wieght: 2}", [("$.scorers[0].wieght", 3, "unknown field", "'weight'")]),
+    (
+        ONE + "scorers:\n- {type: load-aware, parameters: {weight: 2}}",
+        [("$.scorers[0].parameters.weight", 3, "unknown field 'weight'", "write it beside type")],
+    ),
+    (
+        ONE + "filters:\n- {type: queue-depth, parameters: {nam: x}}",
+        [("$.filters[0].parameters.nam", 3, "unknown field 'nam'", "known: maxQueueLength")],
+    ),
     (ONE + "filters: [{type: label-selector, matchLabels: 3}]", [("$.filters[0].matchLabels", 2, "a mapping", "")]),
     (
         ONE + "filters: [{type: label-selector, matchExpressions: {}}]",
