@@ -49,12 +49,12 @@ def test_every_alias_is_told() -> None:
     assert [alias for table in ALIASES.values() for alias in table if f"`{alias}`" not in page] == []
 
 
-PLUGINS = (DOCS / "plugins.md").read_text()
+TUTORIAL = (DOCS / "plugin-tutorial.md").read_text()
 
 
 def test_the_tutorial_shows_the_example_as_it_is() -> None:
     source = (
         Path(__file__).parents[3] / "examples/fairlead-example-plugin/src/fairlead_example_plugin/__init__.py"
     ).read_text()
-    shown = re.findall(r"^```python\n(.*?)^```", PLUGINS, re.MULTILINE | re.DOTALL)[0]
+    shown = re.findall(r"^```python\n(.*?)^```", TUTORIAL, re.MULTILINE | re.DOTALL)[0]
     assert shown in source
