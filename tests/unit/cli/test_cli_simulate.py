@@ -30,6 +30,13 @@ def test_a_workload_is_generated_shown_converted_and_simulated(tmp_path):
     assert document["configuration"]["servers"] == 2
 
 
+def test_the_table_of_requests_names_their_tenants(tmp_path):
+    requests = tmp_path / "requests.csv"
+    assert call("sim", "run", "one-hog", "-n", 300, "--csv", requests).exit_code == 0
+    tenants = {row["tenant"] for row in csv.DictReader(io.StringIO(requests.read_text()))}
+    assert len(tenants) > 1 and "" not in tenants
+
+
 def test_a_scenario_becomes_a_file_that_simulates_alike(tmp_path):
     made = tmp_path / "requests.jsonl"
     done = call("sim", "workload", "convert", "conversation-2x", "--out", made)

@@ -126,7 +126,7 @@ def _balance(jobs: Sequence[Job], servers: int) -> float:
 
 _COLUMNS = (
     "id", "arrived_s", "status", "reason", "server", "in_tokens", "out_tokens", "cached_tokens", "ttft_ms", "tpot_ms",
-    "e2e_ms", "preemptions",
+    "e2e_ms", "preemptions", "model", "tenant", "priority",
 )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def _row(job: Job, begin: float) -> tuple[object, ...]:
         *(job.record.in_tokens, job.output_tokens, job.cached_tokens),
         round(job.ttft_ms, 3) if job.first_at >= 0 else "",
         *((round(job.tpot_ms, 3), round(job.e2e_ms, 3)) if done else ("", "")),
-        job.preemptions,
+        *(job.preemptions, job.record.model, job.record.tenant, job.record.priority),
     )
 
 
