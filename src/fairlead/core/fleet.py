@@ -251,8 +251,8 @@ class Fleet:
             self._looks_like(slot, restarted)
         if not self._confirmed(slot, started, sample, now):
             self.cold.append(endpoint_id)
-        ran = table.running[slot]
-        table.waiting[slot] = waiting = _gauge(sample.waiting, table.waiting[slot])
+        waited, ran = float(table.waiting[slot]), float(table.running[slot])
+        table.waiting[slot] = waiting = _gauge(sample.waiting, waited)
         table.running[slot] = running = _gauge(sample.running, ran)
         if running or not ran or not (waiting or table.inflight[slot]):
             # Otherwise a batch may just have ended: then the engine reports no memory in use for one step.
@@ -260,7 +260,7 @@ class Fleet:
         if sample.waiting is None and sample.running is None:
             return []
         dropped = self.ledger.reconcile(slot, started, waiting, running, self.stalls.moved_at(slot, now))
-        self._learn_limit(slot, waiting, running, now)
+        self._learn_limit(slot, waiting, running, (waited, ran), now)
         # The limit is that of the endpoint's class, so it may have been learned at other endpoints.
         table.max_seqs[slot] = self.predictor.rates.limit(slot)
         over: list[Lease] = []
@@ -273,11 +273,11 @@ class Fleet:
                 over.append(lease)
         return over
 
-    def _learn_limit(self, slot: int, waiting: float, running: float, now: float) -> None:
+    def _learn_limit(self, slot: int, waiting: float, running: float, before: tuple[float, float], now: float) -> None:
         """Learn from a scrape how many sequences the engine runs at once. What waits there can only wait for a sequence
         slot while memory has room for about two more requests, nearly all that run are past their prompts, and the
         queued work, or one whole step of it, is overdue; or the engine spends little of its time on prompts: where
-        answers are short, some request always begins.
+        answers are short, some request always begins. `before`: the last (waiting, running).
 
         Both go by the prior's speed if that is faster than the learned one: while the limit is unknown, waits for a
         sequence slot are learned as slow prefill."""
@@ -295,7 +295,7 @@ class Fleet:
         answering = ran >= ANSWERING * (running - account.others_running)
         roomy = table.kv[slot] * (1.0 + 2.0 / max(running / engines, 1.0)) < CROWDED
         shows = answering and roomy and (overdue or factor * prompts.value < PROMPTS)
-        self.predictor.rates.sampled(slot, waiting, running, bool(shows))
+        self.predictor.rates.sampled(slot, waiting, running, bool(shows), before)
 
     def _sized(self, slot: int, sample: Sample) -> None:
         """Store how many engines share the address, and the capacity of their KV caches in tokens. Where an engine

@@ -198,7 +198,8 @@ class _Limit(Struct):
 
     The limit is reached if requests wait and, in several scrapes, the highest number ever seen runs (or one less, if
     one has just ended). Requests that wait for the token budget of a step run soon after instead, and the number of
-    running requests goes up and down."""
+    running requests goes up and down. Where answers end together, a page shows few running until the step that begins
+    the next requests is over. So few count only from the second such state on."""
 
     #: The most sequences ever seen running, and decaying counts of the scrapes with waiting requests in which that
     #: many ran, and in which clearly fewer ran.
@@ -211,9 +212,10 @@ class _Limit(Struct):
     #: ran and none waited.
     untested: int = 0
 
-    def sampled(self, waiting: float, running: float, tests: bool, shows: bool) -> None:
+    def sampled(self, waiting: float, running: float, tests: bool, shows: bool, before: tuple[float, float]) -> None:
         """`tests`: the scrape is of the endpoint that tests the limit. `shows`: what waits there can only wait for a
-        sequence slot. Any other scrape can refute the limit, but makes none likelier."""
+        sequence slot. Any other scrape can refute the limit, but makes none likelier. `before`: the endpoint's last
+        (waiting, running)."""
         self.untested = 0 if waiting >= 1.0 else self.untested + (shows and tests and running >= self.known)
         if running > self.peak:
             # More than the known limit run while others wait: then the limit is higher, but there still is one.
@@ -221,7 +223,7 @@ class _Limit(Struct):
             self.peak, self.at_peak, self.below = running, 0.0, 0.0
         if waiting >= 1.0:
             keep = 1.0 - 1.0 / LIMIT_SCRAPES
-            below = running < self.peak - max(1.0, 0.1 * self.peak)
+            below = before != (waiting, running) and max(before[1], running) < self.peak - max(1.0, 0.1 * self.peak)
             self.at_peak = keep * self.at_peak + (shows and running == self.peak)
             self.below = keep * self.below + (shows and below)
             if self.at_peak < self.below:
@@ -520,10 +522,13 @@ class Rates:
         self._ratios[turn] = self._own[turn].ratio(alike, now)
         self._write(turn, alike)
 
-    def sampled(self, slot: int, waiting: float, running: float, shows: bool = True) -> None:
-        """Learn the limit of sequences from a scrape. `shows`: what waits there can only wait for a sequence slot."""
+    def sampled(
+        self, slot: int, waiting: float, running: float, shows: bool = True, before: tuple[float, float] = (0.0, 0.0)
+    ) -> None:
+        """Learn the limit of sequences from a scrape. `shows`: what waits there can only wait for a sequence slot.
+        `before`: its last (waiting, running)."""
         alike = self._classes[self._looks[slot]]
-        alike.limit.sampled(waiting, running, slot == alike.tester, shows)
+        alike.limit.sampled(waiting, running, slot == alike.tester, shows, before)
 
     def limit(self, slot: int) -> float:
         """Return how many sequences the endpoint runs at once; 0 = unknown. One more at one endpoint of the class once

@@ -261,6 +261,28 @@ class TestLimits:
             rates.sampled(0, rng.randrange(1, 9), rng.randrange(10, 60))
             assert not rates.limit(0)
 
+    def test_answers_that_end_together_do_not_hide_the_limit(self) -> None:
+        """Scrapes of vLLM with four sequences: after the end of three answers its page shows one running until the
+        step with the next three prompts is over."""
+        rates, before = pool(1), (0.0, 0.0)
+        shown = (
+            "9.4 9.4 11.1 11.1 11.1 8.4 11.4 10.1 10.1 10.1 10.1 10.1 11.4 11.3 10.1 10.1 7.4 7.4 7.3 6.1 6.1 6.1 6.4"
+        )
+        for number, each in enumerate(shown.split() * 3):
+            waiting, running = map(float, each.split("."))
+            rates.sampled(0, waiting, running, True, before)
+            before = waiting, running
+            assert rates.limit(0) == (4.0 if number else 0.0)
+
+    def test_the_same_number_in_other_states_is_no_limit(self) -> None:
+        rates, before = pool(1), (0.0, 0.0)
+        rates.sampled(0, 1.0, 4.0)
+        for number in range(100):
+            waiting, running = 9.0 - number % 9, 4.0 if number % 5 == 4 else 1.0
+            rates.sampled(0, waiting, running, True, before)
+            before = waiting, running
+            assert not rates.limit(0)
+
     def test_nobody_waits(self) -> None:
         rates = pool(1)
         for _ in range(50):
