@@ -453,7 +453,8 @@ class _Interpreter:
             sizes.append(_count(labels.get(metrics.block_size_label, "")))
             counts.append(_count(labels.get(metrics.num_blocks_label, "")))
         size = max(sizes, default=0) or int(self._number("block_size", max) or 0)
-        count = sum(counts) if all(counts) else 0
+        # Each engine's labels name the blocks of all engines of the page.
+        count = max(counts, default=0)
         return size, count or int(self._number("num_blocks", sum) or 0), caching
 
     def _unreadable(self, field: str, series: Series) -> None:

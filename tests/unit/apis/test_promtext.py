@@ -61,14 +61,14 @@ def test_captured_page_reads_as_the_reference_parser_does(path: Path) -> None:
     assert sample.prefix_hits == sum(value for _, value in oracle(page, "vllm:prefix_cache_hits_total"))
     cache = [labels for labels, _ in oracle(page, "vllm:cache_config_info")]
     assert sample.block_size == int(cache[0]["block_size"])
-    assert sample.num_blocks == sum(int(labels["num_gpu_blocks"]) for labels in cache)
+    assert sample.num_blocks == int(cache[0]["num_gpu_blocks"])
 
 
 def test_figures_of_the_captured_pages() -> None:
     assert (read(page_of("under-load")).sample.waiting, read(page_of("under-load")).sample.running) == (28.0, 0.0)
     two = read(page_of("dp2")).sample
     assert (two.ranks, read(page_of("idle")).sample.ranks) == (2, 1)
-    assert (two.block_size, two.num_blocks, two.prefix_queries) == (32, 8192, 600.0)
+    assert (two.block_size, two.num_blocks, two.prefix_queries) == (32, 2 * 2048, 600.0)
     lora = read(page_of("lora")).sample
     assert (lora.waiting, lora.running, lora.max_adapters) == (16.0, 4.0, 2)
     assert lora.adapters == lora.waiting_adapters == {"b", "c"}
