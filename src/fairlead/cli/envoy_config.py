@@ -108,6 +108,8 @@ def envoy_config(
 
     if tls_ca is not None and not tls_ca.is_file():
         raise ConfigError(f"{tls_ca} is not a file", "--tls-ca")
+    if tls_server_name and tls_ca is None:
+        raise ConfigError("needs --tls-ca, the file of whoever signed that certificate", "--tls-server-name")
     address = parse_address(listen, "--listen")
     same = ("admin_port", "ext_proc", "body_limit", "message_timeout", "queue_timeout", "fail_open", "access_log")
     said: dict[str, dict[str, object]] = {

@@ -67,6 +67,7 @@ def test_validate_asks_envoy() -> None:
         (["--als", "x"], "--als: expected host:port"),
         (["--message-timeout", "-1"], "--message-timeout: must be above 0"),
         (["--queue-timeout", "0.5"], "--queue-timeout: must not be below"),
+        (["--tls-server-name", "epp"], "--tls-server-name: needs --tls-ca"),
     ],
 )
 def test_wrong_options_are_named(arguments: list[str], said: str) -> None:
