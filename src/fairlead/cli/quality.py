@@ -50,8 +50,8 @@ def quality(
     """Simulate policies on every scenario and print how far each is from the best.
 
     The scheduler begins with a wrong prior and does not know answers' lengths. All policies on the development set take
-    a quarter of an hour on one core; an interrupted run resumes. The held-out set is for the last look, not for tuning.
-    The drawn set is 24 pools, workloads, loads and faults at random; drawn-SEED draws others. With --policy, pools of
+    about 20 minutes on one core; an interrupted run resumes. The held-out set is for the last look, not for tuning. The
+    drawn set is 24 pools, workloads, loads and faults at random; drawn-SEED draws others. With --policy, pools of
     prefill and decode servers (apart-…) are left out unless --workload names them.
     """
     from fairlead.lab.simulator.quality import judgement, print_table, write_summary
