@@ -68,7 +68,7 @@ def test_selectors_use_labels_that_exist(expression: str, labels: dict[str, set[
         if name in labels:
             assert {*re.findall(r"(\w+)\s*(?:=|!=|=~|!~)", selector)} <= labels[name], name
     grouped = {one.strip() for group in re.findall(r"\b(?:by|on) \(([^)]*)\)", expression) for one in group.split(",")}
-    grouped.difference_update(re.findall(r'label_replace\(.+?, "(\w+)"', expression))
+    grouped.difference_update(re.findall(r'label_replace\(.+?, "(\w+)"', expression, re.DOTALL))
     for name in names:
         wrong = {one for one in grouped - {""} if one not in labels[name]}
         assert not wrong or len(names) > 1, f"{name} has no {wrong}"
