@@ -33,8 +33,8 @@ DECAY, FULL = 0.02, 2048
 #: Weight of the newest completion length.
 OUTPUT_ALPHA = 0.05
 MAX_TOKENS = 2**31 - 1
-#: Bytes of JSON around the text of an answer that is not streamed.
-ENVELOPE = 350
+#: Prior of the bytes that one more token adds to an answer that is not streamed, and its weight, in tokens squared.
+ANSWER_BYTES_PER_TOKEN, ANSWER_PRIOR = 4.5, 1000.0
 
 
 class _Learned(Struct):
@@ -42,9 +42,26 @@ class _Learned(Struct):
     tokens_seen: float = PRIOR_WEIGHT / DEFAULT_BYTES_PER_TOKEN
     #: Mean tokens of a completion, at least 1.
     output: float = DEFAULT_OUTPUT_TOKENS
-    #: Decaying sums over answers that are not streamed: bytes without `ENVELOPE`, and tokens.
-    answer_bytes: float = 0.0
-    answer_tokens: float = 0.0
+    #: Answers that are not streamed, with decaying weight: the weight, means, and sums of squares and products of
+    #: deviations from them. The JSON around a text is 250 to 1,100 bytes long, depending on engine and API.
+    answers: float = 0.0
+    mean_bytes: float = 0.0
+    mean_tokens: float = 0.0
+    squares: float = 0.0
+    products: float = 0.0
+
+    def add_answer(self, size: float, tokens: float) -> None:
+        keep, off = 1.0 - DECAY, tokens - self.mean_tokens
+        self.answers = self.answers * keep + 1.0
+        self.mean_tokens += off / self.answers
+        self.mean_bytes += (size - self.mean_bytes) / self.answers
+        self.squares = self.squares * keep + off * (tokens - self.mean_tokens)
+        self.products = self.products * keep + off * (size - self.mean_bytes)
+
+    def tokens_of(self, size: float) -> float:
+        """Return the tokens of an answer of that size: linear regression."""
+        slope = (self.products + ANSWER_PRIOR * ANSWER_BYTES_PER_TOKEN) / (self.squares + ANSWER_PRIOR)
+        return self.mean_tokens + (size - self.mean_bytes) / max(slope, MIN_BYTES_PER_TOKEN)
 
 
 _UNKNOWN = _Learned()
@@ -112,18 +129,16 @@ class TokenEstimator:
         that may run in the background: it is answered before it has any."""
         known = self._learned.get((request.target_model, request.api), _UNKNOWN)
         unknown = request.stream or request.api == RESPONSES_STORED
-        if unknown or response_bytes <= 0 or known.answer_bytes <= 0.0:
+        if unknown or response_bytes <= 0 or not known.answers:
             return -1
-        tokens = _text_bytes(response_bytes) * known.answer_tokens / known.answer_bytes
-        return min(max(round(tokens), 1), MAX_TOKENS)
+        return min(max(round(known.tokens_of(min(response_bytes, MAX_TOKENS))), 1), MAX_TOKENS)
 
     def learn_answer(self, request: Request, response_bytes: int, completion_tokens: int) -> None:
-        """Learn the bytes per completion token of an answer. Streamed answers are ignored, because each of their chunks
-        has JSON around it."""
+        """Learn how the size of an answer depends on its tokens. Streamed answers are ignored, because each of their
+        chunks has JSON around it."""
         if completion_tokens > 0 < response_bytes and not request.stream:
             known = self._entry(request.target_model, request.api)
-            known.answer_bytes += _text_bytes(response_bytes) - known.answer_bytes * DECAY
-            known.answer_tokens += min(completion_tokens, MAX_TOKENS) - known.answer_tokens * DECAY
+            known.add_answer(min(response_bytes, MAX_TOKENS), min(completion_tokens, MAX_TOKENS))
 
     def learned(self) -> tuple[ModelLearned, ...]:
         """Return what was learned of each (model, API), the last reported one at the end; without names that are not
@@ -154,8 +169,3 @@ class TokenEstimator:
         else:
             self._learned.move_to_end(key)
         return known
-
-
-def _text_bytes(response_bytes: int) -> int:
-    """Return the bytes of text in an answer that was not streamed, at least 1."""
-    return min(max(response_bytes - ENVELOPE, 1), MAX_TOKENS)

@@ -24,7 +24,7 @@ from fairlead.core.profile import Profile
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.request import PrefixChain, Request, Usage
 from fairlead.core.scheduler import Pipeline
-from fairlead.core.tokens import ENVELOPE, TokenEstimator
+from fairlead.core.tokens import TokenEstimator
 from fairlead.plugins.filters.ability import ModelCompatibility
 from fairlead.plugins.params import NoParams
 from fairlead.plugins.pickers import RoundRobin
@@ -103,8 +103,8 @@ def test_the_size_of_an_answer_is_learned_where_its_tokens_are_reported_before_i
     for number, tokens in enumerate((10, 200, 1000), 1):
         _, request = arrive(made, number, model="a")
         made.handle(ev.UsageReported(number, Usage(prompt_tokens=200, completion_tokens=tokens)))
-        made.handle(ev.ResponseEnded(request_id=number, status=200, response_bytes=ENVELOPE + 5 * tokens))
-    assert made.tokens.answer_tokens(request, ENVELOPE + 1500) == 300
+        made.handle(ev.ResponseEnded(request_id=number, status=200, response_bytes=700 + 5 * tokens))
+    assert made.tokens.answer_tokens(request, 700 + 1500) == 300
 
 
 def test_prompts_of_other_targets_share_no_prefix() -> None:
