@@ -137,13 +137,14 @@ class History:
             self._next_point = now - now % POINT + POINT
 
     def _answer(self, out: Mapping[str, Out], now: float) -> set[str]:
-        """Which of these endpoints, of which no scrape works, answered requests of the last minute sent after that."""
+        """Which of these endpoints, of which no scrape works, completed an answer within the last minute to a request
+        that was sent after that. One that broke off, or that its client gave up, may have had no more than headers."""
         answers = ((each, out[each.endpoint]) for each in self._watch.newest if out and each.endpoint in out)
         return {
             answer.endpoint
             for answer, silent in answers
-            if 200 <= answer.status < 400 and silent.reason not in _WHY
-            if answer.at - max(answer.duration_ms, 0.0) / 1e3 > max(silent.since, now - HOLD_S)
+            if 200 <= answer.status < 400 and answer.cause == "natural" and silent.reason not in _WHY
+            if answer.at > now - HOLD_S and answer.at - max(answer.duration_ms, 0.0) / 1e3 > silent.since
         }
 
     def _shown(self) -> dict[tuple[str, str], int]:

@@ -45,14 +45,16 @@ class Pool:
         self.watch = Watch(self.fleet, lambda: self.now)
         self.history = History(self.watch, self.now, lambda: 1e6)
 
-    def passes(self, seconds: float, *ends: tuple[int, str]) -> None:
-        """With one request in each half second that ends so."""
+    def passes(self, seconds: float, *ends: tuple[int, str], took_s: float = 0.0) -> None:
+        """With one request in each half second that ends so, after `took_s`."""
         for i in range(int(2 * seconds)):
             self.now += 0.5
             if ends:
                 status, cause = ends[i % len(ends)]
                 request = Request(id=i, arrived=self.now, model="m")
-                record = OutcomeRecord(request=request, at=self.now, endpoint="a", status=status, cause=cause)
+                record = OutcomeRecord(
+                    request=request, at=self.now, endpoint="a", status=status, cause=cause, duration_ms=1e3 * took_s
+                )
                 self.watch.on_outcome(record)
             self.history.look(self.now)
 
@@ -110,12 +112,17 @@ def test_an_endpoint_that_answers_is_in_use_though_its_metrics_cannot_be_read() 
         pool.fleet.scrape_failed("a", pool.now)
     pool.passes(2.0, (500, "natural"))
     assert [*pool.history.out] == ["a"] and [*pool.history.models_out] == ["m"], "those answers were before"
+    pool.passes(2.0, (200, "client-disconnect"), (200, "upstream-reset"))
+    assert [*pool.history.out] == ["a"], "only headers may have come"
     pool.passes(2.0, (200, "natural"))
     assert not pool.history.out and not pool.history.models_out
     pool.passes(59.0)
     assert not pool.history.out
     pool.passes(3.0)
     assert pool.history.out["a"].since == 5.5 and [*pool.history.models_out] == ["m"]
+    pool.passes(40.0)
+    pool.passes(2.0, (200, "natural"), took_s=90.0)
+    assert not pool.history.out, "an answer may take longer than a minute"
 
 
 def test_a_target_that_no_endpoint_has_is_out() -> None:
