@@ -28,7 +28,8 @@ from fairlead.core.tokens import MAX_BYTES_PER_TOKEN, MIN_BYTES_PER_TOKEN
 
 #: Prompt bytes per token, until responses report it. Turns a KV cache's capacity in tokens into a budget in bytes.
 BYTES_PER_TOKEN = 4.2
-#: Weight of the newest report of bytes per token, and the relative change from which the budgets are set again.
+#: Weight of a report of bytes per token (less with fewer bytes than `FULL`), and the relative change from which budgets
+#: are set again.
 BYTES_SHARE, BYTES_CHANGED = 0.2, 0.02
 #: Failed responses in a row before an endpoint is avoided, and for how many seconds.
 ERRORS_TO_EJECT = 3

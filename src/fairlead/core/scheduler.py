@@ -33,7 +33,7 @@ from fairlead.core.apis import BEGUN_ONCE, RESPONSES_STORED
 from fairlead.core.binding import Bound
 from fairlead.core.clock import Clock
 from fairlead.core.errors import PLUGIN_FAILURES, REST_S, ConfigError, PluginError, described, hung, rests_until
-from fairlead.core.fleet import Fleet
+from fairlead.core.fleet import BYTES_SHARE, Fleet
 from fairlead.core.flow import DISPLACED, EVICTED, LEFT, FlowKey, Waiting
 from fairlead.core.flow_control import ANYBODY, MARGIN, FlowControl, FlowController
 from fairlead.core.instructions import (
@@ -67,7 +67,7 @@ from fairlead.core.requests import OF_REQUEST, TRANSITIONS, RequestEntry, Reques
 from fairlead.core.scheduling import Build
 from fairlead.core.shadow import CaseTaker
 from fairlead.core.stalls import TIMED_S
-from fairlead.core.tokens import TokenEstimator
+from fairlead.core.tokens import FULL, TokenEstimator
 
 #: Name of the timer that ends more requests, and how many one call ends.
 ENDINGS_TIMER, MOST = "endings", 64
@@ -572,7 +572,7 @@ class Pipeline:
         if usage.prompt_tokens > 0 and request.prompt_bytes > 0:
             ratio = self.tokens.learn(model, request.prompt_bytes, usage.prompt_tokens, request.api)
             if request.api != RESPONSES_STORED:  # most of its prompt may be stored, and not in its body
-                self.fleet.measured(ratio)
+                self.fleet.measured(ratio, BYTES_SHARE * min(request.prompt_bytes / FULL, 1.0))
         if usage.completion_tokens > 0:
             tokens = -(-usage.completion_tokens // request.sequences)
             self.tokens.learn_output(model, tokens, request.max_tokens, request.api)

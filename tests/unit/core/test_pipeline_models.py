@@ -97,6 +97,23 @@ def test_a_history_that_a_server_has_stored_does_not_tell_how_much_text_caches_h
     assert (made.fleet.bytes_per_token < before) is (api == "responses")
 
 
+def test_tiny_prompts_of_one_api_do_not_tell_how_much_text_of_another_caches_hold() -> None:
+    """Each API has its own ratio, but the caches are shared."""
+    made = pipeline()
+    numbers = iter(range(1, 1_000))
+
+    def reports(api: str, prompt_bytes: int, tokens: int) -> None:
+        number = next(numbers)
+        made.handle(ev.RequestArrived(Request(id=number, arrived=0.0, api=api, model="a", prompt_bytes=prompt_bytes)))
+        made.handle(ev.UsageReported(number, Usage(prompt_tokens=tokens, completion_tokens=1)))
+
+    for _ in range(30):
+        reports("chat", 8_000, 2_000)
+        for _ in range(10):
+            reports("responses", 36, 39)
+    assert made.fleet.bytes_per_token == pytest.approx(4.0, rel=0.2)
+
+
 def test_the_size_of_an_answer_is_learned_where_its_tokens_are_reported_before_its_end() -> None:
     """A session reports the tokens, and the access log the size."""
     made = pipeline()
