@@ -227,6 +227,20 @@ async def test_a_gateway_that_refuses_most_requests_is_named(
     assert [each.evidence for each in report.findings] == [evidence] * bool(evidence)
 
 
+@pytest.mark.parametrize("missing", [0, 1])
+async def test_a_reading_that_failed_is_not_compared(world: Any, told: Told, missing: int) -> None:
+    here = [{"id": "127.0.0.1:9", "address": "127.0.0.1:9"}]
+    page = (
+        'fairlead_gateway_responses_total{class="2xx"} 100\nfairlead_gateway_responses_total{class="4xx"} 900\n'
+        'llm_d_epp_request_total{model_name="m"} 1000\n'
+        f'llm_d_epp_request_error_total{{model_name="m",error_code="BadRequest"}} {2000 * missing}\n'
+    )
+    pages = [page, page]
+    pages[missing] = "metrics failed"
+    found = await examined(world, await told(pages[0], here, later=pages[1]), "scheduler")
+    assert codes(found) <= {"scheduler.no-metrics"}
+
+
 async def test_servers_with_late_first_tokens_are_named_the_slowest_first(world: Any, told: Told) -> None:
     here = [{"id": "127.0.0.1:9", "address": "127.0.0.1:9"}]
     means = {"a": 2100.0, "b": 1900.0, "c": 12_345.0, "d": None}

@@ -205,7 +205,15 @@ async def _present(site: Site) -> list[Finding]:
     before = await site.each_worker("/metrics")
     await asyncio.sleep(_LOOK_S)
     pages = await site.each_worker("/metrics")
-    return [*_errors(before, pages), *_refused(before, pages), *_crowded(pages, site.config.autoscaling.ttft)]
+    # What one reading lacks would seem to have happened between the two.
+    both = [
+        pair
+        for pair in zip(before, pages, strict=True)
+        if all(isinstance(page, Answer) and page.status == 200 for page in pair)
+    ]
+    first, second = ([pair[number] for pair in both] for number in (0, 1))
+    refused = _refused(first, second) if len(both) == len(pages) else []
+    return [*_errors(first, second), *refused, *_crowded(pages, site.config.autoscaling.ttft)]
 
 
 def _sum(pages: Pages, name: str) -> float:
