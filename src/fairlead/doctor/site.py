@@ -282,18 +282,22 @@ class Site:
         except (Unreached, ValueError):
             return None
 
-    async def rows(self) -> list[Row]:
-        """The endpoints as the running scheduler sees them; empty = no scheduler runs, or it has no such page."""
-        if not self._admin:
-            return []
+    async def each_pool(self, path: str) -> dict[str, Any]:
+        """A JSON page of the admin port by pool; `None` = there is none. The pool has no name if it is the only one."""
         if not self.config.kubernetes.namespaces:
-            return rows_of(await self.admin_json("/debug/endpoints"))
+            return {"": await self.admin_json(path)}
         counted = await self.metric("llm_d_epp_ready_endpoints")
         pools = sorted({labels["inference_pool"] for labels, _ in counted if "inference_pool" in labels})
-        pages = await asyncio.gather(*(self.admin_json(f"/debug/endpoints?pool={pool}") for pool in pools))
-        listed = [(pool, row) for pool, page in zip(pools, pages, strict=True) for row in rows_of(page)]
-        # A pod that several pools select is examined once.
-        return list({row.id: structs.replace(row, pool=pool) for pool, row in reversed(listed)}.values())
+        pages = await asyncio.gather(*(self.admin_json(f"{path}?pool={pool}") for pool in pools))
+        return dict(zip(pools, pages, strict=True))
+
+    async def rows(self) -> list[Row]:
+        """The endpoints as the running scheduler sees them; empty = no scheduler runs, or it has no such page."""
+        found: dict[str, Row] = {}  # a pod that several pools select is examined once
+        for pool, page in (await self.each_pool("/debug/endpoints")).items() if self._admin else ():
+            for row in rows_of(page):
+                found.setdefault(row.id, structs.replace(row, pool=pool))
+        return list(found.values())
 
     async def metric(self, name: str) -> list[tuple[dict[str, str], float]]:
         """All series of one family on the scheduler's metrics page, which is fetched once for all checks."""

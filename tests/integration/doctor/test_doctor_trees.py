@@ -60,6 +60,8 @@ async def told() -> AsyncIterator[Told]:
             if request.path == "/debug/decisions":
                 return web.json_response({"decisions": (decisions or [])[: int(request.query["last"])]})
             if request.path == "/dashboard/snapshot":
+                if several and not request.query.get("pool"):
+                    return web.Response(status=404, text="no pool ''")
                 rows = [{"id": name, "actual_ms": ms} for name, ms in means.items()]
                 return web.json_response({"now": {"endpoints": rows}})
             if request.path == "/debug/replicas" and replicas is not None:
@@ -119,6 +121,14 @@ async def test_the_endpoints_of_several_pools_are_examined(world: Any, told: Tol
     config = {"gateway": "none", "kubernetes": {"namespaces": ["a", "b"]}}
     found = await world.examined(config, admin=await told("".join(lines), rows, several=True), only=("endpoints",))
     assert {where for one in found.findings for where in one.where} == {row["id"] for row in rows}
+
+
+async def test_late_servers_of_several_pools_are_named(world: Any, told: Told) -> None:
+    lines = 'llm_d_epp_ready_endpoints{inference_pool="a/llama"} 1\nllm_d_epp_ready_endpoints{inference_pool="b/x"} 1\n'
+    config = {"gateway": "none", "kubernetes": {"namespaces": ["a", "b"]}}
+    admin = await told(lines, several=True, means={"slow": 2100.0, "fast": 100.0})
+    (late,) = (await world.examined(config, admin=admin, only=("scheduler",))).findings
+    assert (late.code, late.where) == ("scheduler.late", ("slow",))
 
 
 async def test_a_pods_label_that_is_no_port_is_named(world: Any, told: Told) -> None:
