@@ -107,7 +107,7 @@ OVERLOADED = Kind(
 )  # fmt: skip
 LATE = Kind(
     "scheduler.late", Severity.WARNING, "first tokens take longer than autoscaling.ttft",
-    "if all servers are late, see the check hits, or add some; if one is, look at its GPU and log, and restart it",
+    "if all servers are late, run the check hits, or add servers; if one is, look at its GPU and log, and restart it",
     "docs/runbook.md#highttft",
 )  # fmt: skip
 ALONE = Kind(
