@@ -252,6 +252,28 @@ async def test_a_refusal_does_not_win_over_an_answer_that_is_still_to_come(
         assert at.envoy.code is None
 
 
+async def _invalid_or_slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A model server that answers with a header that HTTP/2 forbids if asked to, and otherwise takes 0.8 s."""
+    while head := (await reader.readuntil(b"\r\n\r\n")).lower():
+        body = await reader.readexactly(int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0))
+        invalid = b"te: gzip\r\n" * (b"invalid" in body)
+        writer.write(b"HTTP/1.1 200 OK\r\n%bcontent-length: 4\r\n\r\ns" % invalid)
+        if body and not invalid:
+            await asyncio.sleep(0.8)
+        writer.write(b"low")
+
+
+async def test_an_invalid_answer_to_an_upload_cuts_no_other(
+    live: Callable[..., Awaitable[Any]], envoy: Callable[..., Envoy]
+) -> None:
+    async with TcpServer(_invalid_or_slow, limit=1 << 22) as one, world(live, envoy, [one.address]) as at:
+        asked = [asyncio.create_task(at.ask(chat(5, False, "x" * 300_000))) for _ in range(4)]
+        await asyncio.sleep(0.4)
+        refused = await at.ask(chat(5, False, "invalid" + "x" * 300_000))
+        assert refused.status == 502
+        assert [got.body for got in await asyncio.gather(*asked)] == [b"slow"] * 4
+
+
 async def test_what_nobody_knows_is_not_begun_twice(
     live: Callable[..., Awaitable[Any]], envoy: Callable[..., Envoy], upstream: Upstream
 ) -> None:

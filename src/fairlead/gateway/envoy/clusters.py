@@ -360,7 +360,13 @@ def _uploads() -> Json:
         "circuit_breakers": _WIDE,
         "load_assignment": {"cluster_name": UPLOADS, "endpoints": [{"lb_endpoints": [there]}]},
         "typed_extension_protocol_options": _protocol(
-            {"http2_protocol_options": {"initial_stream_window_size": 65_536}}
+            {
+                "http2_protocol_options": {
+                    "initial_stream_window_size": 65_536,
+                    # Uploads share this connection: an invalid answer ends only its own request, not all of them.
+                    "override_stream_error_on_invalid_http_message": True,
+                }
+            }
         ),
     }
 
