@@ -293,11 +293,11 @@ class Site:
 
     async def rows(self) -> list[Row]:
         """The endpoints as the running scheduler sees them; empty = no scheduler runs, or it has no such page."""
-        found: dict[str, Row] = {}  # a pod that several pools select is examined once
+        examined: dict[str, Row] = {}  # a pod that several pools select is examined once
         for pool, page in (await self.each_pool("/debug/endpoints")).items() if self._admin else ():
             for row in rows_of(page):
-                found.setdefault(row.id, structs.replace(row, pool=pool))
-        return list(found.values())
+                examined.setdefault(row.id, structs.replace(row, pool=pool))
+        return list(examined.values())
 
     async def metric(self, name: str) -> list[tuple[dict[str, str], float]]:
         """All series of one family on the scheduler's metrics page, which is fetched once for all checks."""
