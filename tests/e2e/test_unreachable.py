@@ -263,6 +263,27 @@ async def _invalid_or_slow(reader: asyncio.StreamReader, writer: asyncio.StreamW
         writer.write(b"low")
 
 
+async def test_an_unknown_interim_answer_is_left_out(
+    live: Callable[..., Awaitable[Any]], envoy: Callable[..., Envoy]
+) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := (await reader.readuntil(b"\r\n\r\n")).lower():
+            await reader.readexactly(int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0))
+            writer.write(b"HTTP/1.1 199 Soon\r\n\r\n")
+            await asyncio.sleep(0.1)
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nlate")
+
+    async with (
+        TcpServer(serve) as one,
+        TcpServer(serve) as other,
+        world(live, envoy, [one.address, other.address]) as at,
+    ):
+        for stream in (True, False):
+            got = await at.ask(chat(5, stream))
+            assert (got.status, got.body) == (200, b"late")
+        assert at.envoy.code is None
+
+
 async def test_an_invalid_answer_to_an_upload_cuts_no_other(
     live: Callable[..., Awaitable[Any]], envoy: Callable[..., Envoy]
 ) -> None:

@@ -234,12 +234,13 @@ def _destinations(protocol: Json, chosen: str, fallback: str, either: str, hold:
 # there is a byte: a request whose server dies or hangs before that has no answer yet. None of Envoy's filters does
 # that, but a WebAssembly module of 334 bytes with one function does:
 #
-#     proxy_on_response_headers(context, headers, end) → end == 0 and status[0] == "2"
+#     proxy_on_response_headers(context, headers, end) → end == 0 and status[0] < "3"
 #                                                        1 = stop here; the first byte resumes it
 #
 # Headers of errors are never held. If a hedged request gets one, Envoy drops that attempt and waits for the other, but
 # bytes that come out of a filter with their headers go on nevertheless: to the client as an answer without a head, or
-# to ext_proc, which crashes Envoy (measured, 1.40).
+# to ext_proc, which crashes Envoy (measured, 1.40). So would those of an answer after a 1xx that Envoy does not know,
+# such as 199, if only the second headers were held.
 #
 # The other functions are those that the interface (proxy-wasm 0.2.1) requires. V8 adds 16 MB to Envoy's memory.
 
@@ -257,18 +258,18 @@ def hold_module() -> bytes:
         size = len(content)
         return bytes([number]) + (bytes([size]) if size < 128 else bytes([size & 127 | 128, size >> 7])) + content
 
-    i32, get_end, is_zero, equal, both, constant = 0x7F, b"\x20\x02", b"\x45", b"\x46", b"\x71", b"\x41"
+    i32, get_end, is_zero, below, both, constant = 0x7F, b"\x20\x02", b"\x45", b"\x49", b"\x71", b"\x41"
     # Envoy writes what it is asked for at 1024, where the module tells it to, and at 8 and 12 where it lies.
     answer, status = constant + b"\x80\x08", ":status"
     arguments = (2, 0, len(status), 8, 12)  # of response headers, the name at 0
     read_status = b"".join(constant + bytes([value]) for value in arguments) + b"\x10\x00\x1a"
-    is_2xx = answer + b"\x2d\x00\x00" + constant + b"2" + equal
+    no_error = answer + b"\x2d\x00\x00" + constant + b"3" + below
     functions: tuple[tuple[tuple[str, ...], int, int, bytes], ...] = (  # names, parameters, results, instructions
         (("_initialize", "proxy_abi_version_0_2_1"), 0, 0, b""),
         (("proxy_on_memory_allocate",), 1, 1, answer),
         (("proxy_on_vm_start", "proxy_on_configure"), 2, 1, constant + b"\x01"),
         (("proxy_on_context_create",), 2, 0, b""),
-        (("proxy_on_response_headers",), 3, 1, read_status + get_end + is_zero + is_2xx + both),
+        (("proxy_on_response_headers",), 3, 1, read_status + get_end + is_zero + no_error + both),
     )
     kinds = ((len(arguments), 1), *((taken, given) for _, taken, given, _ in functions))
     types = (b"\x60" + vector(*[bytes([i32])] * taken) + vector(*[bytes([i32])] * given) for taken, given in kinds)
