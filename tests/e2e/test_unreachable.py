@@ -295,6 +295,21 @@ async def test_an_invalid_answer_to_an_upload_cuts_no_other(
         assert [got.body for got in await asyncio.gather(*asked)] == [b"slow"] * 4
 
 
+async def test_a_websocket_with_a_large_body_cuts_no_other(
+    live: Callable[..., Awaitable[Any]], envoy: Callable[..., Envoy]
+) -> None:
+    async with TcpServer(_invalid_or_slow, limit=1 << 22) as one, world(live, envoy, [one.address]) as at:
+        body = chat(5, False, "x" * 300_000)
+        asked = [asyncio.create_task(at.ask(body)) for _ in range(4)]
+        await asyncio.sleep(0.4)
+        _, writer = await asyncio.open_connection("127.0.0.1", at.envoy.port)
+        head = f"POST {PATH} HTTP/1.1\r\nhost: a\r\nconnection: Upgrade\r\nupgrade: WebSocket\r\n"
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        assert [got.body for got in await asyncio.gather(*asked)] == [b"slow"] * 4
+        assert await stat(at.envoy.admin, "cluster.uploads.upstream_rq_total") == 4
+        writer.close()
+
+
 async def test_what_nobody_knows_is_not_begun_twice(
     live: Callable[..., Awaitable[Any]], envoy: Callable[..., Envoy], upstream: Upstream
 ) -> None:

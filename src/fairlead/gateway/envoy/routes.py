@@ -78,6 +78,9 @@ _OFF, _ON = typed(_FILTER, disabled=True), typed(_FILTER, config={})
 #: A cluster that does not exist. Its routes refuse like a direct response, which the filter for browsers would ignore.
 _NOWHERE = "none"
 _NOT_FOUND = {"cluster": _NOWHERE, "cluster_not_found_response_code": "NOT_FOUND"}
+#: Matches requests that ask for a WebSocket. With the next one, all others, also those without the header.
+_SOCKET = {"name": "upgrade", "string_match": {"contains": "websocket", "ignore_case": True}}
+_UNLESS = {"invert_match": True, "treat_missing_header_as_empty": True}
 #: The name of the routes for bodies beyond the limit.
 _TOO_LARGE = "too-large"
 #: Only these routes ask the scheduler. A request that Envoy cannot parse has no route. Envoy would show the body of its
@@ -97,9 +100,10 @@ def _before(options: Options, outside: bool) -> Iterator[Json]:
     too_large = {**allowed, "headers": [_length(large, 1 << 62)]}
     yield {"name": _TOO_LARGE, "match": too_large, "route": _NOT_FOUND, "typed_per_filter_config": unread}
     if outside and buffers:
-        on = {"cluster": UPLOADS, **limits}
+        # A WebSocket cannot pass there: it would end the connection that all of these requests share.
+        on, no_socket = {"cluster": UPLOADS, **limits}, {**_SOCKET, **_UNLESS}
         for what in (_length(LARGE, 1 << 62), {"name": CHUNKED, "present_match": True}):
-            yield {"match": {**allowed, "headers": [what]}, "route": on, "typed_per_filter_config": unread}
+            yield {"match": {**allowed, "headers": [what, no_socket]}, "route": on, "typed_per_filter_config": unread}
     if outside:
         # None of these has data that would start the longer time of the next route.
         no_post = {"name": ":method", "string_match": {"exact": "POST"}, "invert_match": True}
@@ -258,12 +262,11 @@ def _routes(options: Options, outside: bool) -> list[Json]:
 def _foreign_sockets(origins: tuple[str, ...]) -> Iterator[Json]:
     """The route that refuses WebSockets to pages of other origins: browsers ask nothing before they open one."""
     if origins and "*" not in origins:
-        socket = {"name": "upgrade", "string_match": {"contains": "websocket", "ignore_case": True}}
         page = {"name": "origin", "present_match": True}
         foreign = [{"name": "origin", "string_match": {"exact": origin}, "invert_match": True} for origin in origins]
         text = {"inline_string": "pages of this origin may not use the gateway; gateway.allowedOrigins can allow it"}
         yield {
-            "match": {"prefix": "/", "headers": [socket, page, *foreign]},
+            "match": {"prefix": "/", "headers": [_SOCKET, page, *foreign]},
             "direct_response": {"status": 403, "body": text},
             "typed_per_filter_config": {RECEIVING[2]: _OFF},
         }
