@@ -496,6 +496,19 @@ async def test_model_servers_get_their_own_token(asks: bool, tmp_path: Path) -> 
         assert at.upstream.asked and (await at.ask("/v1/models", method="GET"))[9:12] == (b"401" if asks else b"200")
 
 
+@pytest.mark.parametrize(
+    ("upgrade", "status"), [("websocket", 401), ("CONNECT", 405), ("connect", 405), ("h2c", 401), ("other", 403)]
+)
+async def test_no_request_for_an_upgrade_passes_without_a_key(upgrade: str, status: int, tmp_path: Path) -> None:
+    _, kept = new_key("team-a")
+    write_keys(tmp_path / "keys.json", [kept], False)
+    more = f"connection: upgrade\r\nupgrade: {upgrade}\r\n"
+    async with edge(keys_file=str(tmp_path / "keys.json")) as at:
+        for path, method, body in (("/v1/models", "GET", b""), (CHAT, "POST", b"{}")):
+            assert (await at.ask(path, body, method, more=more))[9:12] == b"%d" % status
+        assert at.upstream.asked == []
+
+
 async def test_keys_of_any_length_are_compared_by_their_sha256(tmp_path: Path) -> None:
     keys = ["".join(chr(33 + (i * size) % 90) for i in range(size)) for size in range(513)]
     kept = [Key(sha256(key.encode()).hexdigest(), "team-a") for key in keys]

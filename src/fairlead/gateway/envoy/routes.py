@@ -244,6 +244,10 @@ def _routes(options: Options, outside: bool) -> list[Json]:
     }
     text = {"inline_string": "this gateway is no proxy for CONNECT"}
     refused: Json = {"match": {"connect_matcher": {}}, "direct_response": {"status": 405, "body": text}}
+    # "upgrade: CONNECT" takes the filter chain of CONNECT, which asks for no key, but is not CONNECT for the matcher.
+    upgrade = {"name": "upgrade", "string_match": {"contains": "connect", "ignore_case": True}}
+    disguised: Json = {**refused, "match": {"prefix": "/", "headers": [upgrade]}}
+    disguised["typed_per_filter_config"] = {RECEIVING[2]: _OFF}
     repeated = partial(_repeated, hedge=options.retry == "hedge")
     # A gRPC message never contains a model server's name, so nothing is rewritten there.
     grpc = [
@@ -255,7 +259,7 @@ def _routes(options: Options, outside: bool) -> list[Json]:
     discarded = {"prefix": "/", "dynamic_metadata": [_present(TOO_LARGE, OWN_NAMESPACE)]}
     too_large = {"name": _TOO_LARGE, "match": discarded, "route": _NOT_FOUND}
     foreign = _foreign_sockets(options.allowed_origins) if outside else ()
-    made = [refused, *foreign, _too_much(), too_large, *grpc, *picks, unscheduled]
+    made = [refused, disguised, *foreign, _too_much(), too_large, *grpc, *picks, unscheduled]
     return [*made, *_before(options, outside)]
 
 
