@@ -130,7 +130,7 @@ class Report:
         self.omit(max(len(problems) - left, 0))
 
     def omit(self, count: int) -> None:
-        """Count problems that are not told."""
+        """Count problems that are not listed."""
         self._omitted += count
 
     def close(self) -> None:
