@@ -746,8 +746,10 @@ class Fleet:
         self.table.free_cache[there.slot] = self.prefix.take_back(there.slot, hashes[depth:])
 
     def left(self, lease: Lease, now: float) -> None:
-        """The client left before the first token. If the server can hardly have computed the prompt yet, take it back
-        as if refused: who leaves again and again would displace what the server really has from the learned index."""
+        """The client left before the first token; the lease is released. If the server can hardly have computed the
+        prompt yet, take it back as if refused: who leaves again and again would displace what the server really has
+        from the learned index."""
+        self.stalls.given_up(lease.slot, now)
         if 1e3 * (now - lease.charged_at) < max(lease.forecast.ttft_ms, 1e-3 * lease.work_us):
             self.refused(lease)
 

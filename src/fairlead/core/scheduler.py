@@ -626,7 +626,6 @@ class Pipeline:
         if event.client_gone:
             cause = "client-disconnect"
             if entry.state is S.ROUTED:
-                self._stalls.given_up(lease.slot, now)
                 self.fleet.left(lease, now)
             if event.upstream_reset and lease.evicted_at < 0.0 and self.fleet.unfinished(lease, now):
                 cause = "upstream-reset"
@@ -679,8 +678,6 @@ class Pipeline:
     def _stream_lost(self, entry: RequestEntry, event: ev.StreamLost) -> list[Instruction]:
         now, flow = self._clock.time(), self.flow_controller
         if entry.lease is not None:
-            if entry.state is S.ROUTED:
-                self._stalls.given_up(entry.lease.slot, now)
             self._endings.orphans.pop(entry, None)
             if entry.lease.evicted_at < 0.0:
                 return self._given_up(entry, ev.StreamLost, "stream-lost")
