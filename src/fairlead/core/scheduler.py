@@ -67,7 +67,7 @@ from fairlead.core.requests import OF_REQUEST, TRANSITIONS, RequestEntry, Reques
 from fairlead.core.scheduling import Build
 from fairlead.core.shadow import CaseTaker
 from fairlead.core.stalls import TIMED_S
-from fairlead.core.tokens import FULL, TokenEstimator
+from fairlead.core.tokens import TokenEstimator, report_weight
 
 #: Name of the timer that ends more requests, and how many one call ends.
 ENDINGS_TIMER, MOST = "endings", 64
@@ -572,7 +572,7 @@ class Pipeline:
         if usage.prompt_tokens > 0 and request.prompt_bytes > 0:
             ratio = self.tokens.learn(model, request.prompt_bytes, usage.prompt_tokens, request.api)
             if request.api != RESPONSES_STORED:  # most of its prompt may be stored, and not in its body
-                self.fleet.measured(ratio, BYTES_SHARE * min(request.prompt_bytes / FULL, 1.0))
+                self.fleet.measured(ratio, BYTES_SHARE * report_weight(request.prompt_bytes))
         if usage.completion_tokens > 0:
             tokens = -(-usage.completion_tokens // request.sequences)
             self.tokens.learn_output(model, tokens, request.max_tokens, request.api)

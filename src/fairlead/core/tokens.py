@@ -37,6 +37,11 @@ MAX_TOKENS = 2**31 - 1
 ANSWER_BYTES_PER_TOKEN, ANSWER_PRIOR = 4.5, 1000.0
 
 
+def report_weight(prompt_bytes: int) -> float:
+    """Return how much a report about a prompt of so many bytes counts, 0 to 1; see `FULL`."""
+    return min(prompt_bytes, FULL) / FULL
+
+
 class _Learned(Struct):
     bytes_seen: float = PRIOR_WEIGHT
     tokens_seen: float = PRIOR_WEIGHT / DEFAULT_BYTES_PER_TOKEN
@@ -102,7 +107,7 @@ class TokenEstimator:
         ratio = min(prompt_bytes, MAX_TOKENS) / min(prompt_tokens, MAX_TOKENS)
         ratio = min(max(ratio, MIN_BYTES_PER_TOKEN), MAX_BYTES_PER_TOKEN)
         known = self._entry(model, api)
-        decay = DECAY * min(weight / FULL, 1.0)
+        decay = DECAY * report_weight(prompt_bytes)
         known.bytes_seen += weight - known.bytes_seen * decay
         known.tokens_seen += weight / ratio - known.tokens_seen * decay
         return known.bytes_seen / known.tokens_seen
